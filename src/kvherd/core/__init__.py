@@ -1,0 +1,1 @@
+"""Decisions and nothing else: no clock, dice, sockets, threads, logs or environment."""

@@ -1,0 +1,74 @@
+"""What an HTTP edge may rely on from whatever turns OpenAI calls into answers."""
+
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from kvherd.core.engine.generation import GenerationRequest, TokenDelta
+from kvherd.core.ids import RequestId
+from kvherd.core.text.calls import ChatCall, CompletionCall
+
+Generate = Callable[[GenerationRequest], AsyncIterator[TokenDelta]]
+"""Continues a token sequence; closing the iterator aborts it. The scheduler's and a gRPC worker's `generate`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """What a finished call cost, for logs and audits."""
+
+    prompt_tokens: int
+    cached_tokens: int
+    completion_tokens: int
+
+
+class Tokenizer(Protocol):
+    """Text ↔ tokens as one model does it. Pure and synchronous; safe in threads."""
+
+    @property
+    def model_max_tokens(self) -> int: ...
+
+    @property
+    def special_tokens(self) -> dict[str, int]: ...
+
+    def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]: ...
+
+    def decode(self, token_ids: list[int], *, skip_special_tokens: bool = True) -> str: ...
+
+    def token_text(self, token_id: int) -> str:
+        """The token as the vocabulary spells it, for logprobs; bytes that are no text become `\\x..`."""
+        ...
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The exact bytes a token stands for; a special token's are its text's."""
+        ...
+
+    def render_chat(self, call: ChatCall) -> str:
+        """The prompt the model's chat template makes of these messages.
+
+        Raises `FieldInvalid` with the template's own reason.
+        """
+        ...
+
+
+class Completions(Protocol):
+    """Answers OpenAI chat and text completions."""
+
+    def prompt_ids(self, call: ChatCall | CompletionCall) -> list[list[int]]:
+        """Token ids of each prompt of the call (a chat has one). Raises `CallerError`."""
+        ...
+
+    async def whole(
+        self, call: ChatCall | CompletionCall, *, request: RequestId, generate: Generate
+    ) -> bytes:
+        """The complete JSON answer. Raises `CallerError` before anything ran; errors of `generate` pass through."""
+        ...
+
+    def stream(
+        self, call: ChatCall | CompletionCall, *, request: RequestId, generate: Generate
+    ) -> AsyncIterator[bytes]:
+        """SSE frames of the answer, ending in `data: [DONE]`; closing it aborts the generation.
+
+        Raises `CallerError` before the first frame. An error of `generate` after the first frame becomes an error
+        event and the end, never silence.
+        """
+        ...

@@ -1,0 +1,135 @@
+"""What the gateway may rely on from one worker, whatever it speaks."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Protocol
+
+from kvherd.core.ids import Rank, RequestId, WorkerId
+
+
+class WorkerKind(StrEnum):
+    """What a worker turned out to be; detected, never guessed from its URL."""
+
+    KVHERD_HTTP = "kvherd-http"
+    VLLM_HTTP = "vllm-http"
+    SGLANG_HTTP = "sglang-http"
+    OPENAI_HTTP = "openai-http"
+    SGLANG_GRPC = "sglang-grpc"
+    VLLM_GRPC = "vllm-grpc"
+    TRTLLM_GRPC = "trtllm-grpc"
+    MLX_GRPC = "mlx-grpc"
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerFacts:
+    """What detection learned. `events_url` is where its KV events are, if anywhere; `block_size` 0 is unknown."""
+
+    kind: WorkerKind
+    models: tuple[str, ...]
+    block_size: int = 0
+    ranks: int = 1
+    max_context_tokens: int = 0
+    capacity_tokens: int = 0
+    max_running: int = 0
+    events_url: str | None = None
+    version: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One request on the data path. `body` is what the client sent, untouched; `prompt_token_ids` is what routing
+    made of it, if it did (a gRPC worker needs it, an HTTP worker does not).
+    """
+
+    method: str
+    path: str
+    headers: Sequence[tuple[bytes, bytes]]
+    body: bytes
+    request: RequestId
+    model: str = ""
+    stream: bool = False
+    prompt_token_ids: Sequence[int] | None = None
+    extra_headers: Mapping[str, str] = field(default_factory=dict)
+
+
+class Responder(Protocol):
+    """Where an answer goes, byte by byte. Methods are synchronous and cheap; order is kept.
+
+    After `start`, exactly one of `end` and `fail` follows. Once the client is gone the calls do nothing, and the
+    task that runs `Worker.forward` is cancelled.
+    """
+
+    @property
+    def started(self) -> bool: ...
+
+    def start(self, status: int, headers: Sequence[tuple[bytes, bytes]]) -> None: ...
+
+    def write(self, data: bytes) -> None: ...
+
+    def end(self) -> None: ...
+
+    def fail(self, reason: str) -> None:
+        """End a started answer that cannot be completed: an SSE error event, or a cut connection; never silence."""
+        ...
+
+    async def drain(self) -> None:
+        """Wait until the client has taken enough that more may be written."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class RankOutcome:
+    rank: Rank
+    done: bool
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class FlushAnswer:
+    """A worker's own answer to a flush. `done` False is a refusal, not a failure."""
+
+    done: bool
+    message: str
+    ranks: tuple[RankOutcome, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerLoad:
+    running: int
+    waiting: int
+    used_tokens: int = 0
+    capacity_tokens: int = 0
+
+
+class Worker(Protocol):
+    """One engine worker. Any method may raise a `WorkerError`, and no other error of its own.
+
+    Calls are safe to cancel at any await; cancelling `forward` aborts the request on the engine. Deadlines are the
+    caller's. Methods never retry.
+    """
+
+    @property
+    def id(self) -> WorkerId: ...
+
+    async def detect(self) -> WorkerFacts: ...
+
+    async def forward(self, call: Call, responder: Responder) -> None:
+        """Run one request and write its whole answer. Raises before `responder.start` if another worker may try;
+        once started, failures go to `responder.fail` and raise `WorkerFailed` too.
+        """
+        ...
+
+    async def probe(self) -> None:
+        """Return if it is healthy; raise what is wrong."""
+        ...
+
+    async def load(self) -> WorkerLoad: ...
+
+    async def flush(self, *, timeout_s: float) -> FlushAnswer:
+        """Raises `WorkerUnsupported` if this kind cannot flush."""
+        ...
+
+    async def close(self) -> None:
+        """Release every connection. Idempotent; nothing may be called after it."""
+        ...

@@ -1,0 +1,116 @@
+"""What the servicer and a scheduler process say to each other: msgpack with a schema, one message a frame.
+
+    servicer → rank   Submit · Abort · FlushOrder · StateOrder · Stop       (PUSH → PULL)
+    rank → servicer   Ready · Stepped · OrderAnswered · Fatal               (PUSH → PULL)
+
+Both sides are of one version: unknown fields are ignored, missing ones are an error. A frame that does not decode
+raises `FrameInvalid` and nothing else.
+"""
+
+import msgspec
+
+from kvherd.core.engine.generation import Finish, GenerationRequest, TokenLogprob
+from kvherd.core.engine.reports import OrderAnswer, RankFacts, RankLoad
+from kvherd.core.errors import FrameInvalid
+from kvherd.core.ids import OrderId, Rank, RequestId
+
+
+class Submit(msgspec.Struct, frozen=True, tag="submit"):
+    """Continue this sequence. Answered by `Stepped` progress until one has `finish`."""
+
+    request: GenerationRequest
+
+
+class Abort(msgspec.Struct, frozen=True, tag="abort"):
+    """End it within one step. Answered by a progress with `finish` ABORT; an unknown id is ignored."""
+
+    request: RequestId
+    reason: str = ""
+
+
+class FlushOrder(msgspec.Struct, frozen=True, tag="flush"):
+    """Clear every cached block, now or (`timeout_s` > 0) when fully idle; `hold` queues new requests behind it.
+
+    `timeout_s` counts from the caller's call; the servicer subtracts what has passed.
+    """
+
+    order: OrderId
+    timeout_s: float = 0.0
+    hold: bool = False
+
+
+class StateOrder(msgspec.Struct, frozen=True, tag="state"):
+    """Tell your state of this moment."""
+
+    order: OrderId
+
+
+class Stop(msgspec.Struct, frozen=True, tag="stop"):
+    """Abort everything, close everything, exit 0."""
+
+    reason: str = ""
+
+
+ToRank = Submit | Abort | FlushOrder | StateOrder | Stop
+
+
+class Ready(msgspec.Struct, frozen=True, tag="ready"):
+    """First message of a rank: the model is loaded, the sockets are bound, requests may come."""
+
+    facts: RankFacts
+
+
+class Progress(msgspec.Struct, frozen=True):
+    """News of one request in one step. Same promises as `TokenDelta`."""
+
+    request: RequestId
+    token_ids: tuple[int, ...]
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+    logprobs: tuple[TokenLogprob, ...] = ()
+    finish: Finish | None = None
+
+
+class Stepped(msgspec.Struct, frozen=True, tag="stepped"):
+    """One scheduler step (or an idle heartbeat, without progress)."""
+
+    rank: Rank
+    progress: tuple[Progress, ...]
+    load: RankLoad
+
+
+class OrderAnswered(msgspec.Struct, frozen=True, tag="answered"):
+    answer: OrderAnswer
+
+
+class Fatal(msgspec.Struct, frozen=True, tag="fatal"):
+    """Last message of a rank that cannot go on."""
+
+    rank: Rank
+    reason: str
+
+
+FromRank = Ready | Stepped | OrderAnswered | Fatal
+
+_encoder = msgspec.msgpack.Encoder()
+_to_rank = msgspec.msgpack.Decoder(ToRank)
+_from_rank = msgspec.msgpack.Decoder(FromRank)
+
+
+def encode(message: ToRank | FromRank) -> bytes:
+    return _encoder.encode(message)
+
+
+def decode_to_rank(frame: bytes) -> ToRank:
+    try:
+        return _to_rank.decode(frame)
+    except msgspec.MsgspecError as error:
+        raise FrameInvalid("servicer-to-rank", str(error)) from error
+
+
+def decode_from_rank(frame: bytes) -> FromRank:
+    try:
+        return _from_rank.decode(frame)
+    except msgspec.MsgspecError as error:
+        raise FrameInvalid("rank-to-servicer", str(error)) from error

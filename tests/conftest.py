@@ -1,0 +1,22 @@
+"""Async tests run on virtual time, unless marked `net` or `engine`: these get the real clock."""
+
+import asyncio
+import inspect
+
+import pytest
+
+from kvherd.testing.virtual_time import virtual_time
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+    names = inspect.signature(pyfuncitem.obj).parameters
+    main = pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in names})
+    real = any(pyfuncitem.iter_markers("net")) or any(pyfuncitem.iter_markers("engine"))
+    if real:
+        asyncio.run(main)
+    else:
+        virtual_time(main)
+    return True
