@@ -57,9 +57,7 @@ class Completions(Protocol):
         """Token ids of each prompt of the call (a chat has one). Raises `CallerError`."""
         ...
 
-    async def whole(
-        self, call: ChatCall | CompletionCall, *, request: RequestId, generate: Generate
-    ) -> bytes:
+    async def whole(self, call: ChatCall | CompletionCall, *, request: RequestId, generate: Generate) -> bytes:
         """The complete JSON answer. Raises `CallerError` before anything ran; errors of `generate` pass through."""
         ...
 

@@ -1,0 +1,64 @@
+"""The one table of statuses: each error that may leave a process, by HTTP and by gRPC.
+
+gRPC codes are names here (`grpc.StatusCode[name]` at the edge); `wire` knows no gRPC. An error that is not in the
+table is a defect and leaves as 500 / INTERNAL without its text.
+"""
+
+from dataclasses import dataclass
+
+from kvherd.core import errors
+
+
+@dataclass(frozen=True, slots=True)
+class Status:
+    """`kind` and `code` are the `type` and `code` of an OpenAI error body."""
+
+    http: int
+    grpc: str
+    kind: str
+    code: str
+
+
+TABLE: dict[type[errors.KvherdError], Status] = {
+    errors.BodyNotJson: Status(400, "INVALID_ARGUMENT", "invalid_request_error", "invalid_json"),
+    errors.FieldInvalid: Status(400, "INVALID_ARGUMENT", "invalid_request_error", "invalid_value"),
+    errors.PromptTooLong: Status(400, "INVALID_ARGUMENT", "invalid_request_error", "context_length_exceeded"),
+    errors.Unsupported: Status(400, "UNIMPLEMENTED", "invalid_request_error", "unsupported"),
+    errors.ModelUnknown: Status(404, "NOT_FOUND", "invalid_request_error", "model_not_found"),
+    errors.RequestUnknown: Status(404, "NOT_FOUND", "invalid_request_error", "request_not_found"),
+    errors.RequestDuplicate: Status(409, "ALREADY_EXISTS", "invalid_request_error", "request_exists"),
+    errors.BodyTooLarge: Status(413, "RESOURCE_EXHAUSTED", "invalid_request_error", "body_too_large"),
+    errors.PortInUse: Status(500, "INTERNAL", "server_error", "port_in_use"),
+    errors.OptionInvalid: Status(400, "INVALID_ARGUMENT", "invalid_request_error", "option_invalid"),
+    errors.ModelMissing: Status(500, "INTERNAL", "server_error", "model_missing"),
+    errors.ModelUnsupported: Status(500, "INTERNAL", "server_error", "model_unsupported"),
+    errors.StartFailed: Status(500, "INTERNAL", "server_error", "start_failed"),
+    errors.WorkerUnreachable: Status(502, "UNAVAILABLE", "server_error", "worker_unreachable"),
+    errors.WorkerTimedOut: Status(504, "DEADLINE_EXCEEDED", "server_error", "worker_timed_out"),
+    errors.WorkerRefused: Status(502, "FAILED_PRECONDITION", "server_error", "worker_refused"),
+    errors.WorkerUnsupported: Status(501, "UNIMPLEMENTED", "server_error", "worker_unsupported"),
+    errors.WorkerFailed: Status(502, "UNAVAILABLE", "server_error", "worker_failed"),
+    errors.SchedulerDied: Status(503, "UNAVAILABLE", "server_error", "scheduler_died"),
+    errors.EngineStopping: Status(503, "UNAVAILABLE", "server_error", "engine_stopping"),
+    errors.OrderTimedOut: Status(504, "DEADLINE_EXCEEDED", "server_error", "order_timed_out"),
+    errors.QueueFull: Status(503, "RESOURCE_EXHAUSTED", "server_error", "queue_full"),
+    errors.FrameInvalid: Status(400, "INVALID_ARGUMENT", "invalid_request_error", "frame_invalid"),
+    errors.NoWorker: Status(503, "UNAVAILABLE", "server_error", "no_worker"),
+}
+
+_DEFECT = Status(500, "INTERNAL", "server_error", "internal")
+
+
+def status_of(error: BaseException) -> Status:
+    """The row of the error's own class or nearest parent; 500 for anything that is not ours."""
+    for cls in type(error).__mro__:
+        if cls in TABLE:
+            return TABLE[cls]
+    return _DEFECT
+
+
+def public_message(error: BaseException) -> str:
+    """What a stranger may read: our own sentence, or nothing of an unforeseen error's text."""
+    if isinstance(error, errors.KvherdError):
+        return str(error)
+    return "an unforeseen error occurred; the log of this process has it under the request id"
