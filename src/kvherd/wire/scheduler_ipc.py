@@ -94,8 +94,8 @@ class Fatal(msgspec.Struct, frozen=True, tag="fatal"):
 FromRank = Ready | Stepped | OrderAnswered | Fatal
 
 _encoder = msgspec.msgpack.Encoder()
-_to_rank = msgspec.msgpack.Decoder(ToRank)
-_from_rank = msgspec.msgpack.Decoder(FromRank)
+_to_rank: msgspec.msgpack.Decoder[ToRank] = msgspec.msgpack.Decoder(ToRank)
+_from_rank: msgspec.msgpack.Decoder[FromRank] = msgspec.msgpack.Decoder(FromRank)
 
 
 def encode(message: ToRank | FromRank) -> bytes:

@@ -20,7 +20,7 @@ class FinishReason(StrEnum):
 class Sampling:
     """How the next token is chosen. Defaults change nothing; temperature 0 is greedy.
 
-    `top_k` −1 and `top_p` 1 admit all. Penalties as OpenAI and vLLM define them: frequency and presence count
+    `top_k` -1 and `top_p` 1 admit all. Penalties as OpenAI and vLLM define them: frequency and presence count
     output tokens, repetition (1 is none) counts prompt and output. `seed` makes a request repeatable whatever it
     shares a batch with. `logprobs` is None for none, else how many alternatives to report beside the chosen token.
     """
