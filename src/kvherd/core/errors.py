@@ -164,6 +164,26 @@ class StartFailed(OperatorError):
         return f"{self.part} did not start: {self.reason}"
 
 
+@dataclass(eq=False)
+class PartDied(OperatorError):
+    """A part that was up ended by itself; `reason` is its own last word."""
+
+    part: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.part} died: {self.reason}"
+
+
+@dataclass(eq=False)
+class GatewayUnreachable(OperatorError):
+    url: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"no gateway answers at {self.url}: {self.reason}; start one with `kvherd up`, or name it with --gateway"
+
+
 # --- one worker of the fleet failed ---------------------------------------------------------------------
 
 

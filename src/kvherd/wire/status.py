@@ -33,6 +33,8 @@ TABLE: dict[type[errors.KvherdError], Status] = {
     errors.ModelMissing: Status(500, "INTERNAL", "server_error", "model_missing"),
     errors.ModelUnsupported: Status(500, "INTERNAL", "server_error", "model_unsupported"),
     errors.StartFailed: Status(500, "INTERNAL", "server_error", "start_failed"),
+    errors.PartDied: Status(500, "INTERNAL", "server_error", "part_died"),
+    errors.GatewayUnreachable: Status(502, "UNAVAILABLE", "server_error", "gateway_unreachable"),
     errors.WorkerUnreachable: Status(502, "UNAVAILABLE", "server_error", "worker_unreachable"),
     errors.WorkerTimedOut: Status(504, "DEADLINE_EXCEEDED", "server_error", "worker_timed_out"),
     errors.WorkerRefused: Status(502, "FAILED_PRECONDITION", "server_error", "worker_refused"),
