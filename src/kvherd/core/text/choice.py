@@ -1,0 +1,114 @@
+"""The life of one choice of an answer: tokens in, text to show out, until it ends."""
+
+from collections import deque
+from dataclasses import dataclass
+
+from kvherd.core.engine.generation import Finish, FinishReason, Limits, TokenDelta, TokenLogprob
+from kvherd.core.text.detokenizer import Decode, IncrementalDetokenizer
+from kvherd.core.text.stops import StopMatcher
+
+
+@dataclass(frozen=True, slots=True)
+class ShownToken:
+    """A token whose text was shown at least in part; `text_offset` is where it begins in the choice's text."""
+
+    token: TokenLogprob
+    text_offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class TextDelta:
+    """What to show now. The last has `finish`; none follows it."""
+
+    text: str
+    tokens: tuple[ShownToken, ...] = ()
+    finish: Finish | None = None
+
+
+@dataclass(slots=True)
+class _Placed:
+    token: TokenLogprob
+    begin: int
+    end: int
+
+
+class Choice:
+    """Feed it the deltas of one generation, in order, until one comes back with `finish`.
+
+    A stop string ends the choice although the generation may go on: whoever feeds should then end that. Token
+    logprobs come with the delta that completes the token's text; tokens wholly inside a stop string never do.
+    Stop strings are not looked for in the first `min_new_tokens` tokens.
+    """
+
+    def __init__(self, decode: Decode, limits: Limits) -> None:
+        self.prompt_tokens = 0
+        self.cached_tokens = 0
+        self.completion_tokens = 0
+        self.finish: Finish | None = None
+        self._detokenizer = IncrementalDetokenizer(decode)
+        self._stops = StopMatcher(limits.stop)
+        self._unmatched_tokens = limits.min_new_tokens
+        self._fed_tokens = 0
+        self._text_length = 0
+        self._shown_length = 0
+        self._incomplete: list[_Placed] = []
+        self._placed: deque[_Placed] = deque()
+
+    def feed(self, delta: TokenDelta) -> TextDelta:
+        self.prompt_tokens, self.cached_tokens = delta.prompt_tokens, delta.cached_tokens
+        pieces: list[str] = []
+        for index, token_id in enumerate(delta.token_ids):
+            pieces.append(self._feed_token(token_id, delta.logprobs[index] if delta.logprobs else None))
+            if self.finish is not None:
+                break
+        left_out = delta.completion_tokens - len(delta.token_ids)
+        self.completion_tokens = left_out + len(pieces) if self.finish is not None else delta.completion_tokens
+        if delta.finish is not None and self.finish is None:
+            pieces.append(self._end(delta.finish))
+        text = "".join(pieces)
+        self._shown_length += len(text)
+        return TextDelta(text, self._complete_tokens(), self.finish)
+
+    def _feed_token(self, token_id: int, logprob: TokenLogprob | None) -> str:
+        text = self._detokenizer.feed([token_id])
+        self._fed_tokens += 1
+        if logprob is not None:
+            self._incomplete.append(_Placed(logprob, self._text_length, self._text_length))
+        self._text_length += len(text)
+        if not self._detokenizer.holds:
+            self._place()
+        return self._match(text)
+
+    def _match(self, text: str) -> str:
+        if self._fed_tokens <= self._unmatched_tokens:
+            return text
+        passed = self._stops.feed(text)
+        if passed.matched is not None:
+            self.finish = Finish(FinishReason.STOP, passed.matched)
+        return passed.text
+
+    def _end(self, finish: Finish) -> str:
+        text = self._detokenizer.finish()
+        self._text_length += len(text)
+        text = self._match(text)
+        if self.finish is not None:
+            return text
+        self.finish = finish
+        return text + self._stops.finish()
+
+    def _place(self) -> None:
+        for placed in self._incomplete:
+            placed.end = self._text_length
+        self._placed.extend(self._incomplete)
+        self._incomplete.clear()
+
+    def _complete_tokens(self) -> tuple[ShownToken, ...]:
+        shown, tokens = self._shown_length, []
+        if self.finish is not None:
+            self._place()
+        stopped = self.finish is not None and isinstance(self.finish.matched, str)
+        while self._placed and (self._placed[0].end <= shown or self.finish is not None):
+            placed = self._placed.popleft()
+            if not stopped or placed.begin < shown:
+                tokens.append(ShownToken(placed.token, placed.begin))
+        return tuple(tokens)

@@ -1,0 +1,88 @@
+"""Tokens in, text out, a little at a time, and never half a character.
+
+A token may be a part of a character's bytes, and a tokenizer may spell a token differently at the beginning of a text.
+So each step decodes a window of the latest tokens and yields what the window shows beyond what was yielded before.
+Text that ends in U+FFFD may be a character whose bytes have not all come: its end is held back.
+
+The window is cut where it ends in whole characters. In a long run of bytes that are no text it never does; then it is
+cut to its latest tokens anyway: UTF-8 finds its way again within three bytes, and the window keeps far more.
+"""
+
+from collections.abc import Callable
+
+Decode = Callable[[list[int]], str]
+"""Text of a token sequence as the model's tokenizer has it, U+FFFD in place of what is no text."""
+
+_UNKNOWN = "\N{REPLACEMENT CHARACTER}"
+_HELD_CHARACTERS = 3  # bytes that a UTF-8 character may still lack; some tokenizers show each as one U+FFFD
+_WINDOW_TOKENS = 64
+_KEPT_TOKENS = 32
+_KEPT_CHARACTERS = 16
+
+
+class IncrementalDetokenizer:
+    """The pieces of all calls, `finish` included, make exactly `decode` of all tokens, however they were fed.
+
+    Exact for byte-level tokenizers on any tokens, for others on tokens whose bytes are text. The cost of a call does
+    not grow with what was fed before.
+    """
+
+    def __init__(self, decode: Decode) -> None:
+        self._decode = decode
+        self._window: list[int] = []
+        self._context = 0
+        self._text = ""
+        self._shown = 0
+
+    @property
+    def holds(self) -> bool:
+        """Whether a character may be incomplete, so that text of the tokens fed is still to come."""
+        return self._shown < len(self._text)
+
+    def feed(self, token_ids: list[int]) -> str:
+        """Take further tokens; return the text that is now certain."""
+        if not token_ids:
+            return ""
+        self._window.extend(token_ids)
+        self._text = self._decode(self._window)
+        # max: a few tokenizers take back a space that they showed at the end
+        stable = max(self._shown, len(self._text) - _held_back(self._text))
+        piece = self._text[self._shown : stable]
+        self._shown = stable
+        self._cut(piece)
+        return piece
+
+    def finish(self) -> str:
+        """Return what was held back: bytes that never became a character, as U+FFFD. Ends this detokenizer's use."""
+        piece = self._text[self._shown :]
+        self._shown = len(self._text)
+        return piece
+
+    def _cut(self, piece: str) -> None:
+        if not self.holds:
+            # a context that shows nothing would be none: the next token would be spelt as a beginning
+            if piece or len(self._window) > _WINDOW_TOKENS:
+                self._drop(self._context)
+                self._context = len(self._window)
+        elif len(self._window) > _WINDOW_TOKENS:
+            self._cut_anyway()
+
+    def _drop(self, tokens: int) -> None:
+        if tokens:
+            del self._window[:tokens]
+            self._text = self._decode(self._window)
+            self._shown = len(self._text)
+
+    def _cut_anyway(self) -> None:
+        latest = self._window[-_KEPT_TOKENS:]
+        text = self._decode(latest)
+        to_show = len(self._text) - self._shown
+        if len(text) < _KEPT_CHARACTERS:
+            return  # most of these tokens show nothing, so the bytes that matter may be further back
+        self._window, self._context, self._text = latest, 0, text
+        self._shown = len(text) - to_show
+
+
+def _held_back(text: str) -> int:
+    end = text[-_HELD_CHARACTERS:]
+    return len(end) - len(end.rstrip(_UNKNOWN))
