@@ -1,6 +1,6 @@
 """What the gateway may rely on from one worker, whatever it speaks."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Protocol
@@ -94,6 +94,10 @@ class FlushAnswer:
     ranks: tuple[RankOutcome, ...] = ()
 
 
+Opened = Callable[[], None]
+"""Called once when an order is on its way: connected and sent, only the engine's answer is awaited."""
+
+
 @dataclass(frozen=True, slots=True)
 class WorkerLoad:
     running: int
@@ -126,8 +130,8 @@ class Worker(Protocol):
 
     async def load(self) -> WorkerLoad: ...
 
-    async def flush(self, *, timeout_s: float) -> FlushAnswer:
-        """Raises `WorkerUnsupported` if this kind cannot flush."""
+    async def flush(self, *, timeout_s: float, opened: Opened | None = None) -> FlushAnswer:
+        """Raises `WorkerUnsupported` if this kind cannot flush. Calls `opened` once the order was sent."""
         ...
 
     async def close(self) -> None:

@@ -1,0 +1,96 @@
+"""A circuit breaker for one worker: it stops sending requests where most of them fail.
+
+    closed     requests pass; failures are counted over a sliding window
+    open       none pass until the open time is over, which doubles (with jitter) at each failed try
+    half-open  one request at a time may try; its success closes the breaker, its failure opens it again
+
+Every `begin` is followed by exactly one of `succeeded`, `failed` and `abandoned` with the same time base.
+"""
+
+from collections import deque
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class BreakerState(StrEnum):
+    CLOSED = "closed"
+    OPEN = "open"
+    HALF_OPEN = "half-open"
+
+
+@dataclass(frozen=True, slots=True)
+class BreakerConfig:
+    """It opens when at least `min_requests` ended within `window_s` and this share of them failed."""
+
+    failure_ratio: float = 0.5
+    min_requests: int = 5
+    window_s: float = 30.0
+    open_s: float = 2.0
+    max_open_s: float = 60.0
+
+
+class Breaker:
+    """Time and dice are the caller's: `now_s` never goes back, `dice` is in 0..1."""
+
+    def __init__(self, config: BreakerConfig | None = None) -> None:
+        self._config = config or BreakerConfig()
+        self._ended: deque[tuple[float, bool]] = deque()
+        self._open_until_s: float | None = None
+        self._opened_in_a_row = 0
+        self._trying = False
+
+    def state(self, now_s: float) -> BreakerState:
+        if self._open_until_s is None:
+            return BreakerState.CLOSED
+        return BreakerState.OPEN if now_s < self._open_until_s else BreakerState.HALF_OPEN
+
+    def admits(self, now_s: float) -> bool:
+        """Whether a request may be sent now; changes nothing."""
+        state = self.state(now_s)
+        return state is BreakerState.CLOSED or (state is BreakerState.HALF_OPEN and not self._trying)
+
+    def begin(self, now_s: float) -> None:
+        """A request that was admitted is on its way."""
+        if self.state(now_s) is BreakerState.HALF_OPEN:
+            self._trying = True
+
+    def succeeded(self, now_s: float) -> None:
+        if self._open_until_s is not None:
+            if not self._trying:
+                return  # it began before the breaker opened: no news of the present
+            self._close()
+        self._count(now_s, failed=False)
+
+    def failed(self, now_s: float, dice: float) -> None:
+        if self._open_until_s is not None:
+            if self._trying:
+                self._open(now_s, dice)
+            return
+        self._count(now_s, failed=True)
+        failures = sum(failed for _, failed in self._ended)
+        enough = len(self._ended) >= self._config.min_requests
+        if enough and failures >= self._config.failure_ratio * len(self._ended):
+            self._open(now_s, dice)
+
+    def abandoned(self) -> None:
+        """The request ended without news of the worker: its client left."""
+        self._trying = False
+
+    def _count(self, now_s: float, *, failed: bool) -> None:
+        self._ended.append((now_s, failed))
+        while self._ended[0][0] < now_s - self._config.window_s:
+            self._ended.popleft()
+
+    def _open(self, now_s: float, dice: float) -> None:
+        longest = min(self._config.max_open_s, self._config.open_s * 2**self._opened_in_a_row)
+        # Between half and all of it, so that gateways that broke together do not return together.
+        self._open_until_s = now_s + longest * (0.5 + dice / 2)
+        self._opened_in_a_row = min(self._opened_in_a_row + 1, 16)
+        self._trying = False
+        self._ended.clear()
+
+    def _close(self) -> None:
+        self._open_until_s = None
+        self._opened_in_a_row = 0
+        self._trying = False
+        self._ended.clear()

@@ -1,0 +1,119 @@
+"""The only fan-out: one order to every worker, and an honest answer for each.
+
+At most `at_once` orders are being opened at one time. An order holds its slot until it is sent (the worker calls
+`opened`), has ended, or has taken `opening_s`: one that waits on its engine holds none, and a herd of unreachable
+hosts cannot keep the living from being reached. `in_flight` bounds those under way altogether.
+The deadline counts from the call and includes waiting for a slot and connecting.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from kvherd.core.errors import WorkerError, WorkerTimedOut
+from kvherd.core.fleet.fanout import FanoutReport, Outcome, RankResult, WorkerResult, outcome_of
+from kvherd.core.ids import WorkerId
+from kvherd.ports.worker import FlushAnswer, Worker
+from kvherd.wire.status import public_message
+
+log = logging.getLogger(__name__)
+
+GRACE_S = 5.0
+"""What a worker gets beyond the time the engine may wait: connecting, sending and answering."""
+
+
+@dataclass(frozen=True, slots=True)
+class Addressee:
+    """A worker and what it turned out to be (empty: not detected yet)."""
+
+    worker: Worker
+    kind: str
+
+
+@dataclass(slots=True)
+class _Slots:
+    """Bounds of one fan-out."""
+
+    at_once: int
+    in_flight: int
+    opening_s: float
+    opening: asyncio.Semaphore = field(init=False)
+    flying: asyncio.Semaphore = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.opening = asyncio.Semaphore(self.at_once)
+        self.flying = asyncio.Semaphore(self.in_flight)
+
+
+async def flush_fleet(
+    fleet: Sequence[Addressee],
+    *,
+    timeout_s: float,
+    flushed: Callable[[WorkerId], None],
+    at_once: int = 32,
+    in_flight: int = 1024,
+    opening_s: float = 1.0,
+) -> FanoutReport:
+    """Order every worker to clear its cache, and return within `timeout_s` + 5 s with one result a worker.
+
+    `timeout_s` is how long an engine may wait to be idle; 0 is now or refused. `flushed` is called for each worker
+    that did it, at once. Raises nothing for a worker's sake. Cancelling withdraws what is under way.
+    """
+    started_s = asyncio.get_running_loop().time()
+    deadline_s = timeout_s + GRACE_S
+    slots = _Slots(at_once, in_flight, opening_s)
+
+    async def order(to: Addressee) -> WorkerResult:
+        try:
+            async with asyncio.timeout_at(started_s + deadline_s), slots.flying:
+                answer = await _flush_in_slot(to.worker, slots, timeout_s=timeout_s)
+        except TimeoutError:
+            late = WorkerTimedOut(to.worker.id, deadline_s)
+            return _result(to, Outcome.TIMED_OUT, str(late), started_s)
+        except WorkerError as error:
+            return _result(to, outcome_of(error), str(error), started_s)
+        except Exception as error:  # a defect in one adapter must not cost the other workers their order
+            log.exception("flush of %s failed unforeseen", to.worker.id)
+            return _result(to, Outcome.FAILED, public_message(error), started_s)
+        if answer.done:
+            flushed(to.worker.id)
+        return _answered(to, answer, started_s)
+
+    async with asyncio.TaskGroup() as group:
+        tasks = [group.create_task(order(to)) for to in fleet]
+    return FanoutReport(tuple(task.result() for task in tasks))
+
+
+async def _flush_in_slot(worker: Worker, slots: _Slots, *, timeout_s: float) -> FlushAnswer:
+    """Flush one worker, holding one of the opening slots no longer than its opening takes."""
+    await slots.opening.acquire()
+    held = True
+
+    def give_back() -> None:
+        nonlocal held
+        if held:
+            held = False
+            slots.opening.release()
+
+    timer = asyncio.get_running_loop().call_later(slots.opening_s, give_back)
+    try:
+        return await worker.flush(timeout_s=timeout_s, opened=give_back)
+    finally:
+        timer.cancel()
+        give_back()
+
+
+def _answered(to: Addressee, answer: FlushAnswer, started_s: float) -> WorkerResult:
+    ranks = tuple(
+        RankResult(rank.rank, Outcome.DONE if rank.done else Outcome.REFUSED, rank.message) for rank in answer.ranks
+    )
+    outcome = Outcome.DONE if answer.done else Outcome.REFUSED
+    return _result(to, outcome, answer.message, started_s, ranks)
+
+
+def _result(
+    to: Addressee, outcome: Outcome, message: str, started_s: float, ranks: tuple[RankResult, ...] = ()
+) -> WorkerResult:
+    seconds = asyncio.get_running_loop().time() - started_s
+    return WorkerResult(to.worker.id, to.kind, outcome, message, round(seconds, 6), ranks)

@@ -1,0 +1,151 @@
+"""Workers that do what a test says, in no time of their own."""
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from kvherd.core.errors import WorkerError, WorkerFailed, WorkerUnsupported
+from kvherd.core.ids import Rank, WorkerId
+from kvherd.ports.worker import (
+    Call,
+    FlushAnswer,
+    Opened,
+    RankOutcome,
+    Responder,
+    WorkerFacts,
+    WorkerKind,
+    WorkerLoad,
+)
+
+HOURS = 3600.0
+
+
+@dataclass
+class FakeResponder:
+    """Keeps what was answered. `failed` is the reason of a broken answer."""
+
+    status: int = 0
+    headers: dict[str, str] = field(default_factory=dict)
+    body: bytes = b""
+    ended: bool = False
+    failed: str = ""
+
+    @property
+    def started(self) -> bool:
+        return self.status != 0
+
+    def start(self, status: int, headers: Sequence[tuple[bytes, bytes]]) -> None:
+        assert not self.started, "an answer starts once"
+        self.status = status
+        self.headers = {name.decode().lower(): value.decode() for name, value in headers}
+
+    def write(self, data: bytes) -> None:
+        assert self.started, "an answer starts before its body"
+        assert not self.ended, "nothing follows the end"
+        self.body += data
+
+    def end(self) -> None:
+        assert self.started, "an answer starts before its end"
+        assert not self.ended, "an answer ends once"
+        self.ended = True
+
+    def fail(self, reason: str) -> None:
+        assert self.started, "only a started answer is failed; before that, raise"
+        self.ended = True
+        self.failed = reason
+
+    async def drain(self) -> None:
+        await asyncio.sleep(0)
+
+
+@dataclass
+class FakeWorker:
+    """A worker of `ports.worker.Worker`.
+
+    `fails` is raised by every call before anything happened; `breaks` ends an answer in its middle. `takes_s` is what
+    a flush waits on its engine, `opens_s` what connecting takes, `first_byte_s` how long an answer needs to begin.
+    """
+
+    id: WorkerId
+    facts: WorkerFacts = field(default_factory=lambda: WorkerFacts(WorkerKind.KVHERD_HTTP, ("m",), block_size=4))
+    fails: WorkerError | None = None
+    breaks: str = ""
+    takes_s: float = 0.0
+    opens_s: float = 0.0
+    first_byte_s: float = 0.0
+    says_opened: bool = True
+    answer: FlushAnswer = field(default_factory=lambda: FlushAnswer(done=True, message="cleared"))
+    chunks: tuple[bytes, ...] = (b'{"ok":', b"true}")
+    status: int = 200
+    answer_headers: tuple[tuple[bytes, bytes], ...] = ((b"content-type", b"application/json"),)
+    loaded: WorkerLoad = field(default_factory=lambda: WorkerLoad(running=0, waiting=0))
+    flushes: int = 0
+    opening_now: int = 0
+    probes: int = 0
+    closed: bool = False
+    calls: list[Call] = field(default_factory=list)
+    cancelled: int = 0
+
+    def _check(self) -> None:
+        assert not self.closed, "nothing may be called after close"
+        if self.fails is not None:
+            raise self.fails
+
+    async def detect(self) -> WorkerFacts:
+        await asyncio.sleep(self.opens_s)
+        self._check()
+        return self.facts
+
+    async def forward(self, call: Call, responder: Responder) -> None:
+        self.calls.append(call)
+        try:
+            await asyncio.sleep(self.first_byte_s)
+            self._check()
+            extra = tuple((name.encode(), value.encode()) for name, value in call.extra_headers.items())
+            responder.start(self.status, self.answer_headers + extra)
+            for chunk in self.chunks:
+                responder.write(chunk)
+                await responder.drain()
+                if self.breaks:
+                    responder.fail(self.breaks)
+                    raise WorkerFailed(self.id, self.breaks)
+            responder.end()
+        except asyncio.CancelledError:
+            self.cancelled += 1
+            raise
+
+    async def probe(self) -> None:
+        self.probes += 1
+        await asyncio.sleep(self.opens_s)
+        self._check()
+
+    async def load(self) -> WorkerLoad:
+        self._check()
+        return self.loaded
+
+    async def flush(self, *, timeout_s: float, opened: Opened | None = None) -> FlushAnswer:
+        self.flushes += 1
+        self.opening_now += 1
+        try:
+            await asyncio.sleep(self.opens_s)
+        finally:
+            self.opening_now -= 1
+        self._check()
+        if opened is not None and self.says_opened:
+            opened()
+        await asyncio.sleep(self.takes_s)
+        return self.answer
+
+    async def close(self) -> None:
+        await asyncio.sleep(0)
+        self.closed = True
+
+
+def refusing_ranks(*reasons: str) -> FlushAnswer:
+    """An answer whose ranks each refuse for a reason, an empty one being a rank that did it."""
+    ranks = tuple(RankOutcome(rank=Rank(index), done=not why, message=why) for index, why in enumerate(reasons))
+    return FlushAnswer(done=not any(reasons), message="; ".join(filter(None, reasons)), ranks=ranks)
+
+
+def cannot_flush(worker: WorkerId) -> WorkerUnsupported:
+    return WorkerUnsupported(worker, "flush")
