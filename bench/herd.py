@@ -20,7 +20,7 @@ from pathlib import Path
 
 OUT = Path(__file__).parent / "out" / "herd.json"
 START_DEADLINE_S = 120.0
-WORDS = "river stone lantern orchard copper meadow violin harbor thunder pebble".split()
+WORDS = ["river", "stone", "lantern", "orchard", "copper", "meadow", "violin", "harbor", "thunder", "pebble"]
 
 
 @dataclass
@@ -114,7 +114,7 @@ def show(figures: Figures) -> None:
     print(f"kvherd up to first token         {figures.start_to_first_token_s:6.2f} s   (goal 10)")
     print(f"TTFT, prompt of {figures.prompt_tokens[0]} tokens      {statistics.median(figures.first_ttft_s):6.3f} s")
     print(f"TTFT of the same prompt again    {statistics.median(figures.second_ttft_s):6.3f} s")
-    print(f"second by first, median and worst {statistics.median(ratios):.3f}× {max(ratios):.3f}×   (goal 0.1)")
+    print(f"second by first, median and worst {statistics.median(ratios):.3f}x {max(ratios):.3f}x   (goal 0.1)")
     print(f"cached tokens {figures.cached_tokens}, same worker {sum(figures.same_worker)} of {len(ratios)}")
 
 
