@@ -1,0 +1,141 @@
+"""Which worker holds which block, and how much of a prompt each of them holds: exact, or nothing.
+
+The rules, each of which some index in use breaks:
+
+* Credit is for blocks on the device whose stored chain to the root was seen. A block whose parent is not known is
+  remembered without credit, and gets it once the parent is stored: its own hash proves the whole chain.
+* A block may be held in several copies, which go one by one. It is gone with the last.
+* A removed block in the middle hides those behind it until it is stored again, and then they count at once.
+* A holder is one rank of one worker: a clear or restart of one leaves the others alone.
+
+Every step is O(1) a block, removals of holders O(their blocks). What a holder has is a function of the batches applied
+to it, and of nothing else.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import assert_never
+
+from kvherd.core.ids import EngineHash, PrefixHash, Rank, WorkerId
+from kvherd.core.kv.events import BlocksRemoved, BlocksStored, CacheCleared, KvEvent, KvEventBatch, Tier
+from kvherd.core.kv.hashing import PrefixHasher
+from kvherd.core.kv.holding import Holding
+
+
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """One cache: a rank of a worker."""
+
+    worker: WorkerId
+    rank: Rank
+
+
+class PrefixIndex:
+    """What every enrolled worker holds.
+
+    Blocks are named by `hasher`; whoever calls `match` makes its chain with the same key. Not for several threads.
+    """
+
+    def __init__(self, hasher: PrefixHasher) -> None:
+        self.hasher = hasher
+        self._models: dict[WorkerId, str] = {}
+        self._holdings: dict[WorkerId, dict[Rank, Holding]] = {}
+        self._masks: dict[PrefixHash, int] = {}
+        # A holder is a bit of a mask: matching is one `and` a block however many holders there are.
+        self._holders: dict[int, Holder] = {}
+        self._free: list[int] = []
+
+    def enrol(self, worker: WorkerId, *, model: str) -> None:
+        """Let batches of this worker in; `model` is the one that its prefixes are computed with.
+
+        A worker enrolled anew starts empty.
+        """
+        self.drop(worker)
+        self._models[worker] = model
+        self._holdings[worker] = {}
+
+    def drop(self, worker: WorkerId) -> None:
+        """Forget the worker and all it holds; its later batches raise `KeyError` until it is enrolled again."""
+        self._models.pop(worker, None)
+        for holding in self._holdings.pop(worker, {}).values():
+            holding.clear()
+            del self._holders[holding.bit]
+            self._free.append(holding.bit)
+
+    def apply(self, holder: Holder, batch: KvEventBatch) -> None:
+        """Let the events of one batch happen to `holder`, in order. Raises `KeyError` if its worker is not enrolled."""
+        self.apply_events(holder, batch.events)
+
+    def apply_events(self, holder: Holder, events: Iterable[KvEvent]) -> None:
+        holding = self._holdings[holder.worker].get(holder.rank) or self._open(holder)
+        for event in events:
+            match event:
+                case BlocksStored():
+                    holding.store(event)
+                case BlocksRemoved():
+                    holding.remove(event)
+                case CacheCleared():
+                    holding.clear()
+                case _:
+                    assert_never(event)
+
+    def match(self, chain: Sequence[PrefixHash]) -> dict[Holder, int]:
+        """Count, for each holder, the leading blocks of `chain` that it has on its device.
+
+        A holder that lacks the first block is absent from the answer, however many later ones it has: attention can
+        reuse a prefix only.
+        """
+        found: dict[Holder, int] = {}
+        masks = self._masks
+        alive = masks.get(chain[0], 0) if chain else 0
+        for depth, name in enumerate(chain):
+            if not alive:
+                return found
+            still = alive & masks.get(name, 0)
+            if still != alive:
+                found.update((holder, depth) for holder in self._of(alive ^ still))
+                alive = still
+        found.update((holder, len(chain)) for holder in self._of(alive))
+        return found
+
+    def clear(self, holder: Holder) -> None:
+        """Forget all that `holder` has."""
+        holding = self._holdings.get(holder.worker, {}).get(holder.rank)
+        if holding is not None:
+            holding.clear()
+
+    def clear_worker(self, worker: WorkerId) -> None:
+        """Forget all that every rank of `worker` has."""
+        for holding in self._holdings.get(worker, {}).values():
+            holding.clear()
+
+    def blocks(self, holder: Holder) -> int:
+        """Count the blocks that `holder` has on its device with a known chain to the root, copies not counted."""
+        holding = self._holdings.get(holder.worker, {}).get(holder.rank)
+        return 0 if holding is None else holding.credited
+
+    def worker_blocks(self, worker: WorkerId) -> int:
+        """The sum of `blocks` over the ranks of `worker`."""
+        return sum(holding.credited for holding in self._holdings.get(worker, {}).values())
+
+    def contents(self, holder: Holder) -> Mapping[EngineHash, Mapping[Tier, int]]:
+        """Every block of `holder`, credited or not, and its copies by tier: for audits and tests, O(blocks)."""
+        holding = self._holdings.get(holder.worker, {}).get(holder.rank)
+        return {} if holding is None else holding.contents()
+
+    def __len__(self) -> int:
+        """How many different prefixes are held by anyone."""
+        return len(self._masks)
+
+    def _open(self, holder: Holder) -> Holding:
+        bit = self._free.pop() if self._free else 1 << len(self._holders)
+        holding = Holding(self.hasher, self._models[holder.worker], bit, self._masks)
+        self._holdings[holder.worker][holder.rank] = holding
+        self._holders[bit] = holder
+        return holding
+
+    def _of(self, mask: int) -> Iterator[Holder]:
+        while mask:
+            bit = mask & -mask
+            yield self._holders[bit]
+            mask ^= bit
