@@ -1,0 +1,111 @@
+"""The pool of blocks and what is cached in it, kept in step; every change of the cache becomes a KV event.
+
+A block is free, or private to one sequence, or a node of the prefix tree. There is one copy of a cached block: a
+sequence that computed a block which another cached meanwhile takes the other's and gives its own back, so a store
+is never published twice.
+"""
+
+from collections.abc import Sequence
+
+from kvherd.core.ids import EngineHash
+from kvherd.core.kv.events import BlocksRemoved, BlocksStored, CacheCleared, KvEvent
+from kvherd.core.scheduler.hashes import Namespace
+from kvherd.core.scheduler.prefix_tree import Node, PrefixTree
+
+
+class KvMemory:
+    """All methods are total: what cannot be had is an answer, not an error."""
+
+    def __init__(self, *, blocks: int, block_size: int) -> None:
+        self.block_size = block_size
+        self.blocks = blocks
+        self.tree = PrefixTree(block_size)
+        self.evicted_blocks = 0
+        self._free = list(range(blocks - 1, -1, -1))
+        self._events: list[KvEvent] = []
+
+    @property
+    def available(self) -> int:
+        """Blocks that `allocate` can give: free ones, and cached ones that nobody pins."""
+        return len(self._free) + self.tree.unpinned
+
+    @property
+    def free(self) -> int:
+        return len(self._free)
+
+    def allocate(self, count: int) -> list[int] | None:
+        """Take blocks, evicting as few as needed; None, and nothing changed, if there are not that many."""
+        if count > self.available:
+            return None
+        evicted = [self._evict() for _ in range(count - len(self._free))]
+        if evicted:
+            self._events.append(BlocksRemoved(tuple(evicted)))
+        return [self._free.pop() for _ in range(count)]
+
+    def give_back(self, blocks: Sequence[int]) -> None:
+        """Free private blocks."""
+        self._free.extend(reversed(blocks))
+
+    def cache(self, namespace: Namespace, path: list[Node], tokens: Sequence[int], own: Sequence[int]) -> list[Node]:
+        """Cache the blocks behind `path`, which hold the next blocks of `tokens`; all are pinned for the caller.
+
+        Answers with the nodes to extend the path by. Where another sequence was faster its block is taken, and the
+        caller's own is free.
+        """
+        node = path[-1] if path else self.tree.root(namespace)
+        added: list[Node] = []
+        fresh: list[Node] = []
+        for index, block in enumerate(own, start=len(path)):
+            known = self.tree.child(node, tokens, index)
+            if known is None:
+                node = self.tree.insert(node, tokens, index, block)
+                fresh.append(node)
+            else:
+                self.tree.pin([known])
+                self.give_back([block])
+                node = known
+            added.append(node)
+        if fresh:
+            self._events.append(self._stored(fresh))
+        return added
+
+    def clear(self) -> int:
+        """Free every cached block; answers how many. Only when no sequence runs."""
+        nodes = self.tree.clear()
+        self._free.extend(node.block for node in nodes)
+        self._events.append(CacheCleared())
+        return len(nodes)
+
+    def take_events(self) -> tuple[KvEvent, ...]:
+        """What happened to the cache since the last call, in order."""
+        events = tuple(self._events)
+        self._events.clear()
+        return events
+
+    def _evict(self) -> EngineHash:
+        node = self.tree.evict()
+        assert node is not None, "unpinned nodes are counted but none can be evicted"
+        assert node.hash is not None, "a root was evicted"
+        self._free.append(node.block)
+        self.evicted_blocks += 1
+        return node.hash
+
+    def _stored(self, nodes: list[Node]) -> BlocksStored:
+        first = nodes[0]
+        return BlocksStored(
+            block_hashes=tuple(node.hash for node in nodes if node.hash is not None),
+            parent_hash=first.parent.hash if first.parent is not None else None,
+            token_ids=tuple(token for node in nodes for token in node.tokens),
+            block_size=self.block_size,
+            lora=first.namespace.lora,
+            salt=first.namespace.salt,
+        )
+
+    def validate(self, private: Sequence[int]) -> None:
+        """Raise `AssertionError` unless each block is in exactly one place; `private` are those of sequences."""
+        self.tree.validate()
+        cached = [node.block for node in self.tree.nodes()]
+        everywhere = sorted([*self._free, *private, *cached])
+        assert everywhere == list(range(self.blocks)), (
+            f"{len(self._free)} free, {len(private)} private and {len(cached)} cached of {self.blocks} blocks"
+        )

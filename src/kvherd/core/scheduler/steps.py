@@ -1,0 +1,76 @@
+"""What the scheduler takes and gives: the work of one step, and the news to carry out."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvherd.core.engine.generation import Sampling, TokenDelta, TokenLogprob
+from kvherd.core.engine.reports import OrderAnswer
+from kvherd.core.ids import RequestId
+from kvherd.core.kv.events import KvEvent
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerLimits:
+    """What one rank can hold and do. `chunk_tokens` is the budget of new tokens in one step."""
+
+    pool_blocks: int
+    vocab_size: int
+    max_context_tokens: int
+    block_size: int = 16
+    max_running: int = 32
+    max_waiting: int = 1024
+    chunk_tokens: int = 512
+    eos_token_ids: tuple[int, ...] = ()
+    seed: int = 0
+    """Where a request brings no seed of its own, its seed comes from this and its turn."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepRow:
+    """New tokens of one sequence. `blocks` covers its context, these tokens included.
+
+    `prompt` and `output` are the sequence's own lists: whole up to this step, and they do not change during it.
+    `chooses` is False for a chunk that does not end the prompt: nothing is to be chosen from it.
+    """
+
+    serial: int
+    token_ids: tuple[int, ...]
+    position: int
+    blocks: tuple[int, ...]
+    chooses: bool
+    sampling: Sampling
+    prompt: Sequence[int]
+    output: Sequence[int]
+    forbidden: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """One forward pass. `events` happened while it was planned (evictions): publish them first."""
+
+    rows: tuple[StepRow, ...]
+    events: tuple[KvEvent, ...] = ()
+
+    @property
+    def new_tokens(self) -> int:
+        return sum(len(row.token_ids) for row in self.rows)
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The token chosen for a row that `chooses`."""
+
+    token_id: int
+    logprob: TokenLogprob | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class News:
+    """What to tell, in this order: events to followers of the cache, progress and answers to the servicer."""
+
+    progress: tuple[tuple[RequestId, TokenDelta], ...] = ()
+    answers: tuple[OrderAnswer, ...] = ()
+    events: tuple[KvEvent, ...] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.progress or self.answers or self.events)
