@@ -105,12 +105,12 @@ def test_whatever_happens_it_admits_again_in_bounded_time(story: list[str]) -> N
             now_s += 1.0
         elif trying and step in {"ok", "fail", "left"}:
             trying -= 1
-            end = {
-                "ok": lambda: breaker.succeeded(now_s),
-                "fail": lambda: breaker.failed(now_s, 0.5),
-                "left": breaker.abandoned,
-            }
-            end[step]()
+            if step == "ok":
+                breaker.succeeded(now_s)
+            elif step == "fail":
+                breaker.failed(now_s, 0.5)
+            else:
+                breaker.abandoned()
     for _ in range(trying):
         breaker.abandoned()
     assert breaker.admits(now_s + CONFIG.max_open_s)

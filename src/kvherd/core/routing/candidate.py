@@ -1,0 +1,57 @@
+"""All that routing may know: what is asked for, and each worker that might answer."""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from kvherd.core.ids import Rank, WorkerId
+
+
+class KvKnowledge(StrEnum):
+    """How far what a worker holds is known."""
+
+    KNOWN = "known"  # from its own events
+    QUARANTINED = "quarantined"  # not now; it gets no credit until it is
+    UNTOLD = "untold"  # it publishes none; what it was sent lately is all there is
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """A request, as far as it matters where it goes.
+
+    `prompt_tokens` is an estimate where the prompt was not tokenized. `affinity` keeps requests together that belong
+    together (a user, a session): equal values go to one worker under `consistent_hash`.
+    """
+
+    model: str
+    prompt_tokens: int = 0
+    affinity: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """One worker, or one rank of it where ranks can be addressed, at this moment.
+
+    `unavailable` says in words why it takes no request, empty if it does. `matched_tokens` are the leading prompt
+    tokens it is credited with. `evicted_tokens` is an estimate of what storing this prompt pushes out there, and
+    `lru_age_s` of how long that was not used.
+    """
+
+    worker: WorkerId
+    models: tuple[str, ...]
+    rank: Rank | None = None
+    unavailable: str = ""
+    in_flight: int = 0
+    running: int = 0
+    waiting: int = 0
+    backlog_s: float = 0.0
+    prefill_tokens_per_s: float = 1000.0
+    matched_tokens: int = 0
+    evicted_tokens: int = 0
+    lru_age_s: float = 0.0
+    max_context_tokens: int = 0
+    kv: KvKnowledge = KvKnowledge.UNTOLD
+
+    @property
+    def load(self) -> int:
+        """Requests there: those it reported, or those we know of where that is more (its report is older)."""
+        return max(self.in_flight, self.running + self.waiting)

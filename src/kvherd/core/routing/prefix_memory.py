@@ -1,0 +1,37 @@
+"""What a worker that publishes no events was sent lately: an approximate stand-in for what it holds.
+
+It may credit a block that the worker has evicted, and knows nothing of what others sent there.
+"""
+
+from collections import OrderedDict
+from collections.abc import Sequence
+
+from kvherd.core.ids import PrefixHash, WorkerId
+
+
+class PrefixMemory:
+    """Remembers the last `blocks_per_worker` distinct blocks sent to each worker."""
+
+    def __init__(self, blocks_per_worker: int = 65_536) -> None:
+        self._bound = blocks_per_worker
+        self._sent: dict[WorkerId, OrderedDict[PrefixHash, None]] = {}
+
+    def sent(self, worker: WorkerId, chain: Sequence[PrefixHash]) -> None:
+        """A prompt of these blocks went there. Its leading blocks count as used last, as in a radix tree."""
+        blocks = self._sent.setdefault(worker, OrderedDict())
+        for block in reversed(chain):
+            blocks[block] = None
+            blocks.move_to_end(block)
+        while len(blocks) > self._bound:
+            blocks.popitem(last=False)
+
+    def match(self, worker: WorkerId, chain: Sequence[PrefixHash]) -> int:
+        """Leading blocks of `chain` that were sent there."""
+        blocks = self._sent.get(worker)
+        if blocks is None:
+            return 0
+        return next((n for n, block in enumerate(chain) if block not in blocks), len(chain))
+
+    def forget(self, worker: WorkerId) -> None:
+        """It was flushed, restarted or removed."""
+        self._sent.pop(worker, None)

@@ -1,0 +1,50 @@
+from collections.abc import Sequence
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvherd.core.ids import PrefixHash, RequestId, WorkerId
+from kvherd.core.routing.optimistic import OptimisticBlocks
+
+ANN, BOB = WorkerId("ann"), WorkerId("bob")
+
+
+def chain(*blocks: int) -> Sequence[PrefixHash]:
+    return [PrefixHash(block) for block in blocks]
+
+
+def test_blocks_on_their_way_extend_what_is_known_to_be_held() -> None:
+    blocks = OptimisticBlocks()
+    blocks.hold(RequestId("r"), ANN, chain(1, 2, 3))
+    assert blocks.extend(ANN, chain(1, 2, 3, 4), held=1) == 3
+    assert blocks.extend(ANN, chain(1, 9, 3), held=0) == 1
+    assert blocks.extend(BOB, chain(1, 2, 3), held=1) == 1
+
+
+def test_a_request_that_moves_elsewhere_counts_there_alone() -> None:
+    blocks = OptimisticBlocks()
+    blocks.hold(RequestId("r"), ANN, chain(1))
+    blocks.hold(RequestId("r"), BOB, chain(1))
+    assert (blocks.extend(ANN, chain(1), 0), blocks.extend(BOB, chain(1), 0)) == (0, 1)
+
+
+def test_credit_lasts_as_long_as_any_request_that_brings_it() -> None:
+    blocks = OptimisticBlocks()
+    blocks.hold(RequestId("r"), ANN, chain(1, 2))
+    blocks.hold(RequestId("s"), ANN, chain(1, 2, 3))
+    blocks.release(RequestId("s"))
+    assert blocks.extend(ANN, chain(1, 2, 3), 0) == 2
+    blocks.release(RequestId("r"))
+    assert blocks.extend(ANN, chain(1, 2, 3), 0) == 0
+
+
+@given(st.lists(st.tuples(st.sampled_from("rstu"), st.sampled_from([ANN, BOB]), st.integers(0, 5))))
+def test_nothing_is_left_when_all_requests_ended(story: list[tuple[str, WorkerId, int]]) -> None:
+    blocks = OptimisticBlocks()
+    for name, worker, length in story:
+        blocks.hold(RequestId(name), worker, chain(*range(length)))
+    assert len(blocks) == len({name for name, _, _ in story})
+    for name, _, _ in story:
+        blocks.release(RequestId(name))
+    assert len(blocks) == 0
+    assert blocks._blocks == {}

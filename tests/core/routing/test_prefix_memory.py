@@ -1,0 +1,32 @@
+from kvherd.core.ids import PrefixHash, WorkerId
+from kvherd.core.routing.prefix_memory import PrefixMemory
+
+ANN, BOB = WorkerId("ann"), WorkerId("bob")
+
+
+def chain(*blocks: int) -> list[PrefixHash]:
+    return [PrefixHash(block) for block in blocks]
+
+
+def test_it_credits_the_leading_blocks_that_were_sent_there() -> None:
+    memory = PrefixMemory()
+    memory.sent(ANN, chain(1, 2, 3))
+    assert memory.match(ANN, chain(1, 2, 9)) == 2
+    assert memory.match(ANN, chain(9, 2, 3)) == 0
+    assert memory.match(BOB, chain(1)) == 0
+
+
+def test_over_its_bound_the_far_end_of_the_oldest_prompt_goes_first() -> None:
+    memory = PrefixMemory(blocks_per_worker=4)
+    memory.sent(ANN, chain(1, 2, 3))
+    memory.sent(ANN, chain(7, 8))
+    assert memory.match(ANN, chain(1, 2, 3)) == 2
+    assert memory.match(ANN, chain(7, 8)) == 2
+
+
+def test_a_flush_makes_it_forget() -> None:
+    memory = PrefixMemory()
+    memory.sent(ANN, chain(1))
+    memory.forget(ANN)
+    memory.forget(BOB)
+    assert memory.match(ANN, chain(1)) == 0
