@@ -1,0 +1,47 @@
+"""The little of an OpenAI body that routing reads; whoever answers reads the rest."""
+
+import msgspec
+
+from kvherd.core.errors import BodyNotJson, FieldInvalid
+from kvherd.wire.openai.body import body_not_json
+
+
+class Peek(msgspec.Struct, frozen=True):
+    """Fields of the body, with their defaults if absent or null. `messages` and `prompt` are undecoded JSON."""
+
+    model: str | None = None
+    stream: bool | None = None
+    n: int | None = None
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+    cache_salt: str | None = None
+    user: str | None = None
+    messages: msgspec.Raw = msgspec.Raw()
+    prompt: msgspec.Raw = msgspec.Raw()
+
+    @property
+    def streams(self) -> bool:
+        return self.stream is True
+
+
+_decoder = msgspec.json.Decoder(Peek)
+
+
+def peek(body: bytes) -> Peek:
+    """Raises `BodyNotJson`, or `FieldInvalid` for a field of the wrong type."""
+    try:
+        return _decoder.decode(body)
+    except msgspec.ValidationError as error:
+        raise _invalid(body, str(error)) from None
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise body_not_json(body, error) from None
+
+
+def _invalid(body: bytes, words: str) -> FieldInvalid | BodyNotJson:
+    problem, at, path = words.partition(" - at `$.")
+    if not at and problem.startswith("Expected `object`"):
+        return FieldInvalid("body", "must be a JSON object")
+    if not at:
+        return body_not_json(body, ValueError(words))
+    expected = problem.replace("`", "").replace("Expected ", "expected ").replace(" | null", "")
+    return FieldInvalid(path.rstrip("`"), expected)

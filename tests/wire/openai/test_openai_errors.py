@@ -1,0 +1,28 @@
+"""Errors have the shape that OpenAI's clients read, and tell strangers nothing of our defects."""
+
+import json
+
+from kvherd.core.errors import FieldInvalid, ModelUnknown, NoWorker
+from kvherd.wire.openai.errors import error_body
+
+
+def test_a_callers_error_names_the_field() -> None:
+    status, body = error_body(FieldInvalid("temperature", "must be 0 or more"))
+    assert status == 400
+    assert json.loads(body)["error"] == {
+        "message": "temperature: must be 0 or more",
+        "type": "invalid_request_error",
+        "param": "temperature",
+        "code": "invalid_value",
+    }
+
+
+def test_statuses_come_from_the_table() -> None:
+    assert error_body(ModelUnknown("x", ("m",)))[0] == 404
+    assert error_body(NoWorker("m", ()))[0] == 503
+
+
+def test_a_defect_keeps_its_text_to_itself() -> None:
+    status, body = error_body(KeyError("secret"))
+    assert status == 500
+    assert b"secret" not in body

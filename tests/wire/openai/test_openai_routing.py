@@ -1,0 +1,29 @@
+"""A peek reads little, and refuses what it cannot read."""
+
+import pytest
+
+from kvherd.core.errors import BodyNotJson, FieldInvalid
+from kvherd.wire.openai.routing import peek
+
+
+def test_a_peek_reads_what_routing_needs() -> None:
+    seen = peek(b'{"model": "m", "stream": true, "n": 2, "messages": [{"role": "user"}], "other": 1}')
+    assert (seen.model, seen.streams, seen.n, bytes(seen.messages)) == ("m", True, 2, b'[{"role": "user"}]')
+
+
+def test_null_and_absent_are_the_same() -> None:
+    assert not peek(b'{"model": "m", "stream": null}').streams
+    assert peek(b"{}").model is None
+
+
+@pytest.mark.parametrize(("body", "field"), [(b'{"model": 5}', "model"), (b"[]", "body")])
+def test_a_field_of_the_wrong_type_is_named(body: bytes, field: str) -> None:
+    with pytest.raises(FieldInvalid) as caught:
+        peek(body)
+    assert caught.value.field == field
+
+
+def test_no_json_is_said_with_its_place() -> None:
+    with pytest.raises(BodyNotJson) as caught:
+        peek(b'{"model": "m",\n}')
+    assert (caught.value.line, caught.value.column) == (2, 1)
