@@ -1,0 +1,65 @@
+"""`kvherd flush`: clear the KV caches of a whole fleet."""
+
+import json
+import math
+from typing import Annotated, Any
+from urllib.parse import urlencode
+
+import typer
+
+from kvherd.cli.gateway_client import DEFAULT_GATEWAY, GatewayOption, JsonOption, ask_json
+from kvherd.cli.tables import print_table
+from kvherd.core.errors import OptionInvalid
+
+GRACE_S = 15.0
+"""Beyond the engines' time: the gateway's own 5 s for each worker, and the way there and back."""
+
+HEADINGS = ("WORKER", "KIND", "OUTCOME", "SECONDS", "MESSAGE")
+
+
+def command(
+    *,
+    timeout: Annotated[
+        float, typer.Option(min=0, help="Seconds an engine may wait until it is idle; 0 is now or refused.")
+    ] = 0.0,
+    gateway: GatewayOption = DEFAULT_GATEWAY,
+    as_json: JsonOption = False,
+) -> None:
+    """Clear the KV cache of every worker, with one outcome for each.
+
+    An engine clears its cache when it is idle. With --timeout it waits for that moment; without, a busy engine
+    refuses and says what it is busy with. A worker that stalls or is dead costs its own entry and no more, and the
+    answer comes within the timeout plus 5 seconds.
+
+    Outcomes: done, refused, unsupported, unreachable, timed_out, failed.
+
+    Exit code 0 if every worker is done, 1 if some are not or there is none, 3 if no gateway answers.
+    """
+    if not math.isfinite(timeout):
+        raise OptionInvalid("--timeout", "must be a finite number of seconds")
+    query = urlencode({"timeout": f"{timeout:g}"})
+    _, answer = ask_json("POST", gateway, f"/flush_cache?{query}", timeout_s=timeout + GRACE_S)
+    if as_json:
+        print(json.dumps(answer, indent=2))
+    else:
+        if answer.get("workers"):
+            print_table(HEADINGS, map(_row, answer["workers"]), numeric=frozenset({"SECONDS"}))
+        print(message_of(answer))
+    if answer.get("success") is not True:
+        raise typer.Exit(1)
+
+
+def message_of(answer: dict[str, Any]) -> str:
+    """The report's own sentence, or that of an error body."""
+    error = answer.get("error")
+    if isinstance(error, dict):
+        return str(error.get("message"))
+    return str(answer.get("message"))
+
+
+def _row(worker: dict[str, Any]) -> list[object]:
+    return [
+        *(worker.get(name) for name in ("url", "kind", "outcome")),
+        f"{worker.get('seconds', 0):.2f}",
+        worker.get("message"),
+    ]

@@ -1,0 +1,53 @@
+"""A person's or a script's way to a gateway: one request, one JSON answer, one deadline."""
+
+import http.client
+import json
+from dataclasses import dataclass
+from typing import Annotated, Any
+from urllib.parse import urlsplit
+
+import typer
+
+from kvherd.core.errors import GatewayUnreachable, OptionInvalid
+
+GatewayOption = Annotated[
+    str, typer.Option("--gateway", envvar="KVHERD_GATEWAY", metavar="URL", help="The gateway to ask.")
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print the gateway's answer as JSON, for programs.")]
+DEFAULT_GATEWAY = "http://127.0.0.1:8080"
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    status: int
+    body: bytes
+
+
+def ask(method: str, base_url: str, path: str, *, timeout_s: float) -> Answer:
+    """Raises `GatewayUnreachable` if no HTTP answer comes; no socket operation takes longer than `timeout_s`."""
+    url = urlsplit(base_url)
+    if url.scheme != "http" or not url.hostname:
+        raise OptionInvalid("--gateway", f"{base_url!r} is not of the form http://HOST:PORT")
+    connection = http.client.HTTPConnection(url.hostname, url.port or 80, timeout=timeout_s)
+    try:
+        connection.request(method, url.path.rstrip("/") + path)
+        response = connection.getresponse()
+        return Answer(response.status, response.read())
+    except TimeoutError as error:
+        raise GatewayUnreachable(base_url, f"no answer within {timeout_s:g} s") from error
+    except (OSError, http.client.HTTPException) as error:
+        raise GatewayUnreachable(base_url, getattr(error, "strerror", None) or repr(error)) from error
+    finally:
+        connection.close()
+
+
+def ask_json(method: str, base_url: str, path: str, *, timeout_s: float) -> tuple[int, dict[str, Any]]:
+    """The status and the JSON object a gateway answered; anything else is not a gateway: `GatewayUnreachable`."""
+    answer = ask(method, base_url, path, timeout_s=timeout_s)
+    try:
+        decoded = json.loads(answer.body)
+    except ValueError:
+        decoded = None
+    if not isinstance(decoded, dict):
+        raise GatewayUnreachable(base_url, f"what answers there with status {answer.status} is not a kvherd gateway")
+    return answer.status, decoded

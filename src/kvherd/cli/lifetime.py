@@ -1,0 +1,43 @@
+"""How long a process lives: until its work ends, a signal asks it to stop, or whoever started it is gone."""
+
+import asyncio
+import signal
+import sys
+from collections.abc import Callable, Coroutine
+
+
+class _UntilEof(asyncio.Protocol):
+    def __init__(self, at_eof: Callable[[], None]) -> None:
+        self._at_eof = at_eof
+
+    def eof_received(self) -> None:
+        self._at_eof()
+
+
+async def until_stopped(work: Coroutine[None, None, None], *, supervised: bool = False) -> None:
+    """Run `work` to its end, or cancel it at SIGINT or SIGTERM and return once it has cleaned up.
+
+    Every further signal cancels again, which cuts a clean-up short. `supervised`: the end of standard input is such
+    a signal too, so that a process never outlives the one that holds the other end.
+    """
+    loop = asyncio.get_running_loop()
+    task = asyncio.ensure_future(work)
+    asked = False
+
+    def stop() -> None:
+        nonlocal asked
+        asked = True
+        task.cancel()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop)
+    stdin = None
+    if supervised:
+        stdin, _ = await loop.connect_read_pipe(lambda: _UntilEof(stop), sys.stdin)
+    try:
+        await asyncio.wait([task])
+    finally:
+        if stdin is not None:
+            stdin.close()
+    if not (asked and task.cancelled()):
+        task.result()

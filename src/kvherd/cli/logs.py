@@ -1,0 +1,24 @@
+"""Logs of a long-running process: one line each, on standard error."""
+
+import logging
+import sys
+from enum import StrEnum
+
+LINE = "%(asctime)s.%(msecs)03d %(levelname)s %(name)s: %(message)s"
+
+
+class LogLevel(StrEnum):
+    DEBUG = "debug"
+    INFO = "info"
+    WARNING = "warning"
+    ERROR = "error"
+
+
+def start_logging(level: LogLevel) -> None:
+    """Send every logger's lines of this level and above to standard error."""
+    logging.basicConfig(level=level.upper(), format=LINE, datefmt="%Y-%m-%d %H:%M:%S", stream=sys.stderr, force=True)
+
+
+def is_important(line: str) -> bool:
+    """Whether a line that `start_logging` formatted, or a command's last word, is one an operator must see."""
+    return line.startswith("kvherd: ") or line.split(" ", 3)[2:3] in (["WARNING"], ["ERROR"], ["CRITICAL"])

@@ -1,0 +1,51 @@
+"""`kvherd workers`: who is in the fleet and what each holds."""
+
+import json
+from typing import Annotated, Any
+
+import typer
+
+from kvherd.cli.gateway_client import DEFAULT_GATEWAY, GatewayOption, JsonOption, ask_json
+from kvherd.cli.tables import print_table
+
+TIMEOUT_S = 10.0
+SERVING = "up"
+HEADINGS = ("WORKER", "KIND", "MODELS", "STATE", "RUNNING", "WAITING", "KV", "BLOCKS")
+
+
+def command(
+    *,
+    gateway: GatewayOption = DEFAULT_GATEWAY,
+    as_json: JsonOption = False,
+    timeout: Annotated[float, typer.Option(min=0.1, help="Seconds to wait for the gateway.")] = TIMEOUT_S,
+) -> None:
+    """List the workers of a gateway: kind, state, load, and what is known of their KV caches.
+
+    KV is `live` when the gateway follows the worker's KV events, so that its cached blocks count in routing;
+    otherwise it names why they do not.
+
+    Exit code 0 if every worker is up, 1 if some are not or there is none, 3 if no gateway answers.
+    """
+    _, answer = ask_json("GET", gateway, "/workers", timeout_s=timeout)
+    workers = answer.get("workers", [])
+    if as_json:
+        print(json.dumps(answer, indent=2))
+    elif workers:
+        print_table(HEADINGS, map(_row, workers), numeric=frozenset({"RUNNING", "WAITING", "BLOCKS"}))
+    else:
+        print("no workers")
+    if not workers or any(worker.get("state") != SERVING for worker in workers):
+        raise typer.Exit(1)
+
+
+def _row(worker: dict[str, Any]) -> list[object]:
+    kv = worker.get("kv") or {}
+    facts = [worker.get(name) for name in ("url", "kind")]
+    models = ", ".join(worker.get("models") or ())
+    return [
+        *facts,
+        models,
+        *(worker.get(name) for name in ("state", "running", "waiting")),
+        kv.get("state"),
+        kv.get("blocks"),
+    ]
