@@ -1,10 +1,23 @@
 """The one thing a scheduler process needs of the model: load it, then step it."""
 
+import os
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
+import numpy as np
+
+from kvherd.core.errors import OptionInvalid
+from kvherd.runtime.architecture import LlamaShape, shape_of
 from kvherd.runtime.batch import Choice, ForwardBatch, ModelFacts, SamplingState
+from kvherd.runtime.gguf_weights import read_head, read_weights
+from kvherd.runtime.kv_pool import KvPool
+from kvherd.runtime.sampler import sample
+from kvherd.runtime.tiny import TINY, random_weights
+from kvherd.runtime.transformer import Transformer
+from kvherd.runtime.weight_cache import WeightCache
+from kvherd.runtime.weights import Weights
 
 
 class EngineModel(Protocol):
@@ -24,8 +37,47 @@ class EngineModel(Protocol):
 def load_engine_model(
     model: str | Path, *, pool_blocks: int, block_size: int = 16, max_context_tokens: int | None = None
 ) -> EngineModel:
-    """Load `tiny` or the GGUF at a path. Raises `ModelMissing` and `ModelUnsupported`.
+    """Load `tiny` or the GGUF at a path. Raises `ModelMissing`, `ModelUnsupported` and `OptionInvalid`.
 
     How many cores it computes on is OPENBLAS_NUM_THREADS at the time numpy is first imported.
     """
-    raise NotImplementedError
+    if pool_blocks < 1 or block_size < 1:
+        raise OptionInvalid("--pool-blocks and --block-size", "both must be at least 1")
+    shape, weights = _tiny() if str(model) == "tiny" else _from_file(Path(model))
+    if max_context_tokens is not None:
+        shape = replace(shape, context_tokens=min(shape.context_tokens, max_context_tokens))
+    return _NumpyModel(shape, weights, KvPool(shape, blocks=pool_blocks, block_size=block_size))
+
+
+def cache_directory() -> Path:
+    """Where converted weights are kept: `$XDG_CACHE_HOME/kvherd`, by default `~/.cache/kvherd`."""
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "kvherd"
+
+
+def _tiny() -> tuple[LlamaShape, Weights]:
+    return TINY, random_weights(TINY)
+
+
+def _from_file(path: Path) -> tuple[LlamaShape, Weights]:
+    head = read_head(path)
+    shape = shape_of(str(path), head)
+    return shape, WeightCache(cache_directory()).load(path, lambda: read_weights(path, head, shape))
+
+
+class _NumpyModel:
+    def __init__(self, shape: LlamaShape, weights: Weights, pool: KvPool) -> None:
+        self._transformer = Transformer(shape, weights, pool)
+        self._dice = np.random.default_rng()
+        self.facts = ModelFacts(
+            vocab_size=shape.vocab_size,
+            max_context_tokens=min(shape.context_tokens, pool.blocks * pool.block_size),
+            eos_token_ids=shape.eos_token_ids,
+            weights_bytes=weights.size_bytes,
+            kv_bytes=pool.size_bytes,
+            pool_blocks=pool.blocks,
+            block_size=pool.block_size,
+        )
+
+    def step(self, batch: ForwardBatch, states: Sequence[SamplingState]) -> list[Choice]:
+        return sample(self._transformer.forward(batch), states, self._dice)

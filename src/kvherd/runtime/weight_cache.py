@@ -1,0 +1,146 @@
+"""Converted weights on disk, once for each model file, mapped read-only so that engines share the pages.
+
+    <cache>/weights-<digest>.bin     every array, one after the other, each at a page's start
+    <cache>/weights-<digest>.json    name → shape, order, offset; written last, so its presence means the rest is whole
+    <cache>/weights-<digest>.lock    held while converting
+
+The digest is of the model file's size, time of change and first bytes, and of `FORMAT`.
+"""
+
+import fcntl
+import hashlib
+import logging
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from kvherd.core.errors import StartFailed
+from kvherd.runtime.weights import Floats, Weights, from_named
+
+FORMAT = 1
+LOCK_DEADLINE_S = 120.0
+_PAGE = 4096
+_log = logging.getLogger(__name__)
+
+
+class Placed(msgspec.Struct, frozen=True):
+    """Where an array lies. `transposed` says that its columns, not its rows, are contiguous."""
+
+    shape: tuple[int, int]
+    transposed: bool
+    offset: int
+
+
+class Index(msgspec.Struct, frozen=True):
+    layers: int
+    size_bytes: int
+    arrays: dict[str, Placed]
+
+
+@dataclass(frozen=True, slots=True)
+class WeightCache:
+    """A directory of converted weights."""
+
+    directory: Path
+
+    def load(self, model: Path, convert: Callable[[], Weights]) -> Weights:
+        """The weights of `model`, converted by `convert` if no earlier start has done so.
+
+        Of several processes that start at once one converts and the others wait for it; one that waits for more
+        than `LOCK_DEADLINE_S` raises `StartFailed`. Where the directory cannot be written the weights stay in memory.
+        """
+        stem = self.directory / f"weights-{_digest(model)}"
+        found = _mapped(stem)
+        if found is not None:
+            return found
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            with _locked(stem.with_suffix(".lock")):
+                found = _mapped(stem)
+                if found is None:
+                    _write(stem, convert())
+                    found = _mapped(stem)
+        except OSError as error:
+            _log.warning("weights are not cached: %s", error)
+            return convert()
+        return found if found is not None else convert()
+
+
+def _digest(model: Path) -> str:
+    facts = model.stat()
+    digest = hashlib.sha256(f"{FORMAT} {facts.st_size} {facts.st_mtime_ns}".encode())
+    with model.open("rb") as file:
+        digest.update(file.read(1 << 20))
+    return digest.hexdigest()[:32]
+
+
+def _mapped(stem: Path) -> Weights | None:
+    """Map a whole entry; None if there is none, or if someone damaged it."""
+    try:
+        index = msgspec.json.decode(stem.with_suffix(".json").read_bytes(), type=Index)
+        file = np.memmap(stem.with_suffix(".bin"), dtype=np.uint8, mode="r")
+        if len(file) != index.size_bytes:
+            return None
+        return from_named({name: _view(file, placed) for name, placed in index.arrays.items()}, index.layers)
+    except (OSError, ValueError, KeyError, msgspec.MsgspecError):
+        return None
+
+
+def _view(file: np.memmap[tuple[int], np.dtype[np.uint8]], placed: Placed) -> Floats:
+    rows, columns = placed.shape[::-1] if placed.transposed else placed.shape
+    size = rows * columns * 4
+    flat = np.asarray(file[placed.offset : placed.offset + size]).view(np.float32)
+    array = flat.reshape(rows, columns)
+    return array.T if placed.transposed else array
+
+
+def _write(stem: Path, weights: Weights) -> None:
+    arrays: dict[str, Placed] = {}
+    offset = 0
+    with _replacing(stem.with_suffix(".bin")) as path, path.open("wb") as file:
+        for name, array in weights.named().items():
+            transposed = not array.flags.c_contiguous
+            arrays[name] = Placed((array.shape[0], array.shape[1]), transposed, offset)
+            file.write(np.ascontiguousarray(array.T if transposed else array).data)
+            offset += -(-array.nbytes // _PAGE) * _PAGE
+            file.truncate(offset)
+            file.seek(offset)
+    with _replacing(stem.with_suffix(".json")) as path:
+        path.write_bytes(msgspec.json.encode(Index(len(weights.layers), offset, arrays)))
+
+
+@contextmanager
+def _replacing(path: Path) -> Iterator[Path]:
+    """A file to write that takes the place of `path` when all went well, and vanishes when not."""
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.name)
+    os.close(handle)
+    try:
+        yield Path(name)
+        Path(name).replace(path)
+    finally:
+        Path(name).unlink(missing_ok=True)
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Hold the lock at `path`; the kernel gives it back when its holder dies."""
+    deadline = time.monotonic() + LOCK_DEADLINE_S
+    with path.open("w") as file:
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise StartFailed(
+                        "the engine", f"another process has held {path} for {LOCK_DEADLINE_S:g} s"
+                    ) from None
+                time.sleep(0.05)
+        yield
