@@ -86,6 +86,25 @@ class BodyTooLarge(CallerError):
 
 
 @dataclass(eq=False)
+class HeadTooLarge(CallerError):
+    limit_bytes: int
+
+    def __str__(self) -> str:
+        return f"the request line and headers are larger than {self.limit_bytes} bytes, the limit here"
+
+
+@dataclass(eq=False)
+class CallerTooSlow(CallerError):
+    """`part` is what did not arrive in time: headers or body."""
+
+    part: str
+    after_s: float
+
+    def __str__(self) -> str:
+        return f"the request's {self.part} did not arrive within {self.after_s:g} s"
+
+
+@dataclass(eq=False)
 class RequestUnknown(CallerError):
     request: RequestId
 
@@ -298,6 +317,20 @@ class FrameInvalid(KvherdError):
 @dataclass(eq=False)
 class FleetError(KvherdError):
     """The fleet as a whole cannot serve; trying later may help."""
+
+
+@dataclass(eq=False)
+class GatewayStopping(FleetError):
+    def __str__(self) -> str:
+        return "the gateway is stopping; try again later or elsewhere"
+
+
+@dataclass(eq=False)
+class GatewayFull(FleetError):
+    limit: int
+
+    def __str__(self) -> str:
+        return f"{self.limit} connections are open here already, the limit; try again later"
 
 
 @dataclass(eq=False)

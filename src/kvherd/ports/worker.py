@@ -6,6 +6,7 @@ from enum import StrEnum
 from typing import Protocol
 
 from kvherd.core.ids import Rank, RequestId, WorkerId
+from kvherd.ports.completions import Usage
 
 
 class WorkerKind(StrEnum):
@@ -39,7 +40,10 @@ class WorkerFacts:
 @dataclass(frozen=True, slots=True)
 class Call:
     """One request on the data path. `body` is what the client sent, untouched; `prompt_token_ids` is what routing
-    made of it, if it did (a gRPC worker needs it, an HTTP worker does not).
+    made of it, if it did (a gRPC worker needs it, an HTTP worker does not). `extra_headers` go into the answer.
+
+    `on_first_token` is called at most once, when the first piece of the answer's content goes out; `on_usage` at most
+    once, before the answer ends, with what it cost, if the worker says. Both must be cheap and must not raise.
     """
 
     method: str
@@ -51,6 +55,8 @@ class Call:
     stream: bool = False
     prompt_token_ids: Sequence[int] | None = None
     extra_headers: Mapping[str, str] = field(default_factory=dict)
+    on_first_token: Callable[[], None] | None = None
+    on_usage: Callable[[Usage], None] | None = None
 
 
 class Responder(Protocol):

@@ -28,6 +28,8 @@ TABLE: dict[type[errors.KvherdError], Status] = {
     errors.RequestUnknown: Status(404, "NOT_FOUND", "invalid_request_error", "request_not_found"),
     errors.RequestDuplicate: Status(409, "ALREADY_EXISTS", "invalid_request_error", "request_exists"),
     errors.BodyTooLarge: Status(413, "RESOURCE_EXHAUSTED", "invalid_request_error", "body_too_large"),
+    errors.HeadTooLarge: Status(431, "RESOURCE_EXHAUSTED", "invalid_request_error", "headers_too_large"),
+    errors.CallerTooSlow: Status(408, "DEADLINE_EXCEEDED", "invalid_request_error", "request_timed_out"),
     errors.PortInUse: Status(500, "INTERNAL", "server_error", "port_in_use"),
     errors.OptionInvalid: Status(400, "INVALID_ARGUMENT", "invalid_request_error", "option_invalid"),
     errors.ModelMissing: Status(500, "INTERNAL", "server_error", "model_missing"),
@@ -45,6 +47,8 @@ TABLE: dict[type[errors.KvherdError], Status] = {
     errors.OrderTimedOut: Status(504, "DEADLINE_EXCEEDED", "server_error", "order_timed_out"),
     errors.QueueFull: Status(503, "RESOURCE_EXHAUSTED", "server_error", "queue_full"),
     errors.FrameInvalid: Status(400, "INVALID_ARGUMENT", "invalid_request_error", "frame_invalid"),
+    errors.GatewayStopping: Status(503, "UNAVAILABLE", "server_error", "gateway_stopping"),
+    errors.GatewayFull: Status(503, "UNAVAILABLE", "server_error", "gateway_full"),
     errors.NoWorker: Status(503, "UNAVAILABLE", "server_error", "no_worker"),
 }
 

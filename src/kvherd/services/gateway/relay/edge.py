@@ -1,0 +1,70 @@
+"""What the relay hands to the rest of the gateway, and the bounds it keeps."""
+
+from collections.abc import Awaitable, Callable, MutableMapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from kvherd.core.ids import RequestId
+from kvherd.ports.worker import Responder
+
+
+class DataRequest(NamedTuple):
+    """One request, complete and within bounds.
+
+    Header names are in lower case; headers that concern only the client's own connection are gone. `x-request-id` and
+    `traceparent` are always there: the client's, or made here. `query` has no question mark. A named tuple and not a
+    frozen dataclass: one is made for every request, and a tuple costs a quarter.
+    """
+
+    method: str
+    path: str
+    query: str
+    headers: list[tuple[bytes, bytes]]
+    body: bytes
+    peer: str
+    request: RequestId
+
+    @property
+    def target(self) -> str:
+        """Path and query as the client sent them."""
+        return f"{self.path}?{self.query}" if self.query else self.path
+
+
+DataHandler = Callable[[DataRequest, Responder], Awaitable[None]]
+"""Answers one request of the data path. Raises a `KvherdError` before `responder.start` to have it answered as an
+OpenAI error with its status. Is cancelled when the client leaves.
+"""
+
+Message = MutableMapping[str, Any]
+AsgiApp = Callable[[Message, Callable[[], Awaitable[Message]], Callable[[Message], Awaitable[None]]], Awaitable[None]]
+
+_DATA_PATHS = frozenset({"/generate", "/tokenize", "/detokenize"})
+
+
+def is_data(method: str, path: str) -> bool:
+    """Whether the data handler answers it. A path that could mean another one after decoding is not the data path's:
+    what a client may ask of an engine must not depend on how that engine reads `/v1/../flush_cache`.
+    """
+    if method != "POST":
+        return False
+    if path.startswith("/v1/"):
+        return "%" not in path and "/." not in path and "//" not in path
+    return path in _DATA_PATHS
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RelayLimits:
+    """Bounds of one gateway's HTTP side. Times are kept to a tick's precision."""
+
+    head_bytes: int = 32 * 1024
+    body_bytes: int = 32 * 1024 * 1024
+    write_buffer_bytes: int = 64 * 1024
+    connections: int = 8192
+    idle_s: float = 75.0
+    head_s: float = 10.0
+    body_idle_s: float = 20.0
+    body_s: float = 300.0
+    stalled_write_s: float = 60.0
+    linger_s: float = 2.0
+    drain_s: float = 20.0
+    tick_s: float = 0.25
