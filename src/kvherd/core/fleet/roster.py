@@ -1,0 +1,193 @@
+"""The workers of one gateway, what is under way at each, and whether they take requests.
+
+connecting   registered; it has not said what it is yet
+up           answers
+suspect      failed lately, still serves
+down         takes no request until a probe succeeds
+draining     takes no new request; it leaves when those under way have ended
+"""
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import assert_never
+
+from kvherd.core.fleet.breaker import Breaker, BreakerState
+from kvherd.core.fleet.health import Down, HealthJudge, Suspect, Up
+from kvherd.core.fleet.truth import Truth
+from kvherd.core.ids import RequestId, WorkerId
+from kvherd.core.routing.backlog import Backlog
+from kvherd.core.routing.candidate import Candidate, KvKnowledge
+from kvherd.core.routing.rates import PrefillRate, Turnover
+
+
+class WorkerState(StrEnum):
+    CONNECTING = "connecting"
+    UP = "up"
+    SUSPECT = "suspect"
+    DOWN = "down"
+    DRAINING = "draining"
+
+
+@dataclass(slots=True)
+class Member:
+    """One worker as the gateway knows it. `detected` is false until it said what it is; then the facts hold."""
+
+    worker: WorkerId
+    events_url: str | None = None
+    detected: bool = False
+    kind: str = ""
+    version: str = ""
+    models: tuple[str, ...] = ()
+    block_size: int = 0
+    ranks: int = 1
+    max_context_tokens: int = 0
+    capacity_tokens: int = 0
+    max_running: int = 0
+    draining: bool = False
+    problem: str = "not asked yet"
+    running: int = 0
+    waiting: int = 0
+    used_tokens: int = 0
+    in_flight: dict[RequestId, int] = field(default_factory=dict)
+    requests_total: int = 0
+    failures_total: int = 0
+    health: HealthJudge = field(default_factory=HealthJudge)
+    breaker: Breaker = field(default_factory=Breaker)
+    rate: PrefillRate = field(default_factory=PrefillRate)
+    backlog: Backlog = field(default_factory=Backlog)
+    turnover: Turnover = field(default_factory=Turnover)
+    truth: Truth = field(default_factory=Truth)
+
+    @property
+    def slug(self) -> str:
+        """Its name in a URL's path: `grpc-127.0.0.1-51000`."""
+        return re.sub(r"[^A-Za-z0-9._]+", "-", self.worker).strip("-")
+
+    @property
+    def state(self) -> WorkerState:
+        if self.draining:
+            return WorkerState.DRAINING
+        if not self.detected:
+            return WorkerState.CONNECTING
+        match self.health.verdict:
+            case Up():
+                return WorkerState.UP
+            case Suspect():
+                return WorkerState.SUSPECT
+            case Down():
+                return WorkerState.DOWN
+            case verdict:
+                assert_never(verdict)
+
+    @property
+    def reason(self) -> str:
+        """Why it is not simply up, in words; empty if it is."""
+        if not self.detected:
+            return self.problem
+        match self.health.verdict:
+            case Suspect(reason) | Down(reason):
+                return reason
+            case _:
+                return ""
+
+    def unavailable(self, now_s: float) -> str:
+        """Why it takes no request, in words; empty if it does."""
+        match self.state:
+            case WorkerState.UP | WorkerState.SUSPECT:
+                return "" if self.breaker.admits(now_s) else _why_broken(self.breaker.state(now_s))
+            case WorkerState.DRAINING:
+                return "is draining"
+            case WorkerState.CONNECTING:
+                return f"is not connected: {self.reason}"
+            case WorkerState.DOWN:
+                return f"is down: {self.reason}"
+            case state:
+                assert_never(state)
+
+    def candidate(self, now_s: float, *, matched_tokens: int, prompt_tokens: int, kv: KvKnowledge) -> Candidate:
+        """What routing may know of it for one prompt, at this moment."""
+        uncached = max(0, prompt_tokens - matched_tokens)
+        room = self.capacity_tokens - self.used_tokens if self.capacity_tokens else uncached
+        evicted = max(0, uncached - max(0, room))
+        return Candidate(
+            worker=self.worker,
+            models=self.models,
+            unavailable=self.unavailable(now_s),
+            in_flight=len(self.in_flight),
+            running=self.running,
+            waiting=self.waiting,
+            backlog_s=self.backlog.seconds(rate=self.rate.tokens_per_s, now_s=now_s),
+            prefill_tokens_per_s=self.rate.tokens_per_s,
+            matched_tokens=matched_tokens,
+            evicted_tokens=evicted,
+            lru_age_s=self.turnover.age_s(self.capacity_tokens, now_s) if evicted else 0.0,
+            max_context_tokens=self.max_context_tokens,
+            kv=kv,
+        )
+
+    def begin(self, request: RequestId, *, prompt_tokens: int, uncached_tokens: int, now_s: float) -> float:
+        """A request is sent there; answers the tokens of prefill that are to be done before its first token."""
+        self.breaker.begin(now_s)
+        self.requests_total += 1
+        self.in_flight[request] = prompt_tokens
+        self.turnover.stored(uncached_tokens, now_s)
+        return self.backlog.add(request, uncached_tokens, rate=self.rate.tokens_per_s, now_s=now_s)
+
+    def prefilled(self, request: RequestId, *, now_s: float) -> None:
+        """Its first token was seen."""
+        self.backlog.end(request, rate=self.rate.tokens_per_s, now_s=now_s)
+
+    def end(self, request: RequestId, *, now_s: float) -> None:
+        """It is no longer under way, whatever became of it."""
+        self.in_flight.pop(request, None)
+        self.prefilled(request, now_s=now_s)
+
+    def restarted(self) -> None:
+        """What was known of its load is of another life."""
+        self.running = self.waiting = self.used_tokens = 0
+
+
+class Roster:
+    """The members, in the order in which they joined."""
+
+    def __init__(self) -> None:
+        self._members: dict[WorkerId, Member] = {}
+
+    def __iter__(self) -> Iterator[Member]:
+        return iter(self._members.values())
+
+    def __len__(self) -> int:
+        return len(self._members)
+
+    def join(self, member: Member) -> None:
+        self._members[member.worker] = member
+
+    def leave(self, worker: WorkerId) -> None:
+        self._members.pop(worker, None)
+
+    def get(self, worker: WorkerId) -> Member | None:
+        return self._members.get(worker)
+
+    def find(self, name: str) -> Member | None:
+        """The member of this URL or slug."""
+        return next((one for one in self._members.values() if name in (one.worker, one.slug)), None)
+
+    def models(self) -> tuple[str, ...]:
+        """Every model that a member serves, up or not, in the order in which they were learned."""
+        return tuple(dict.fromkeys(model for one in self._members.values() for model in one.models))
+
+    def unserved(self, now_s: float) -> tuple[str, ...]:
+        """The models that no member would take a request for now."""
+        able = {model for one in self._members.values() if not one.unavailable(now_s) for model in one.models}
+        return tuple(model for model in self.models() if model not in able)
+
+    def select(self, which: Callable[[Member], bool]) -> list[Member]:
+        return [one for one in self._members.values() if which(one)]
+
+
+def _why_broken(state: BreakerState) -> str:
+    if state is BreakerState.HALF_OPEN:
+        return "failed too often lately; one request is trying it"
+    return "failed too often lately; its circuit breaker is open"

@@ -1,0 +1,77 @@
+from kvherd.core.fleet.roster import Member, Roster, WorkerState
+from kvherd.core.ids import RequestId, WorkerId
+from kvherd.core.routing.candidate import KvKnowledge
+
+
+def member(name: str = "grpc://127.0.0.1:51000", **known: object) -> Member:
+    return Member(WorkerId(name), detected=True, models=("m",), **known)  # type: ignore[arg-type]
+
+
+def test_a_worker_is_connecting_until_it_said_what_it_is() -> None:
+    one = Member(WorkerId("http://a"), problem="connection refused")
+    assert one.state is WorkerState.CONNECTING
+    assert one.unavailable(0.0) == "is not connected: connection refused"
+
+
+def test_a_suspect_serves_and_one_that_is_down_does_not() -> None:
+    one = member()
+    one.health.failed("slow")
+    assert (one.state, one.unavailable(0.0)) == (WorkerState.SUSPECT, "")
+    one.health.failed("refused", certain=True)
+    assert (one.state, one.unavailable(0.0)) == (WorkerState.DOWN, "is down: refused")
+
+
+def test_a_draining_worker_takes_no_new_request() -> None:
+    one = member(draining=True)
+    assert (one.state, one.unavailable(0.0)) == (WorkerState.DRAINING, "is draining")
+
+
+def test_a_broken_circuit_rules_out_and_half_open_lets_one_try() -> None:
+    one = member()
+    for _ in range(5):
+        one.breaker.failed(0.0, 1.0)
+    assert one.unavailable(0.1) == "failed too often lately; its circuit breaker is open"
+    assert one.unavailable(2.0) == ""
+    one.begin(RequestId("r"), prompt_tokens=1, uncached_tokens=1, now_s=2.0)
+    assert one.unavailable(2.0) == "failed too often lately; one request is trying it"
+
+
+def test_backlog_ends_with_the_first_token_and_the_request_with_its_end() -> None:
+    one = member()
+    one.begin(RequestId("r"), prompt_tokens=900, uncached_tokens=500, now_s=0.0)
+    known = one.candidate(0.0, matched_tokens=0, prompt_tokens=10, kv=KvKnowledge.KNOWN)
+    assert (known.backlog_s, known.in_flight) == (0.5, 1)
+    one.prefilled(RequestId("r"), now_s=0.0)
+    known = one.candidate(0.0, matched_tokens=0, prompt_tokens=10, kv=KvKnowledge.KNOWN)
+    assert (known.backlog_s, known.in_flight) == (0.0, 1)
+    one.end(RequestId("r"), now_s=0.0)
+    assert not one.in_flight
+
+
+def test_what_does_not_fit_pushes_something_out() -> None:
+    one = member(capacity_tokens=1000, used_tokens=900)
+    assert one.candidate(0.0, matched_tokens=100, prompt_tokens=400, kv=KvKnowledge.KNOWN).evicted_tokens == 200
+    assert one.candidate(0.0, matched_tokens=350, prompt_tokens=400, kv=KvKnowledge.KNOWN).evicted_tokens == 0
+    unknown = member()
+    assert unknown.candidate(0.0, matched_tokens=0, prompt_tokens=400, kv=KvKnowledge.UNTOLD).evicted_tokens == 0
+
+
+def test_members_are_found_by_url_and_by_slug() -> None:
+    roster = Roster()
+    one = member()
+    roster.join(one)
+    assert one.slug == "grpc-127.0.0.1-51000"
+    assert roster.find("grpc://127.0.0.1:51000") is roster.find("grpc-127.0.0.1-51000") is one
+    roster.leave(one.worker)
+    assert (roster.find(one.slug), len(roster)) == (None, 0)
+
+
+def test_a_model_is_served_while_any_worker_takes_requests_for_it() -> None:
+    roster = Roster()
+    first, second = member("http://a"), Member(WorkerId("http://b"), detected=True, models=("m", "n"))
+    roster.join(first)
+    roster.join(second)
+    assert roster.models() == ("m", "n")
+    assert roster.unserved(0.0) == ()
+    second.health.failed("gone", certain=True)
+    assert roster.unserved(0.0) == ("n",)
