@@ -74,12 +74,13 @@ class Transformer:
         damp += 1
         up *= gate
         up /= damp
-        return np.matmul(up, layer.down)
+        added: Floats = up @ layer.down
+        return added
 
     def _normal(self, hidden: Floats) -> Floats:
         """RMS norm without its scale, which the next matrix holds."""
         mean = np.einsum("ij,ij->i", hidden, hidden)[:, None] / np.float32(self.shape.hidden_size)
-        scale: Floats = np.float32(1) / np.sqrt(mean + np.float32(self.shape.rms_epsilon))
+        scale: Floats = np.reciprocal(np.sqrt(mean + self.shape.rms_epsilon), dtype=np.float32)
         return hidden * scale
 
 

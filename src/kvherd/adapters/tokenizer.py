@@ -1,0 +1,112 @@
+"""Text ↔ tokens as a model does it, and the archive by which another process gets the same tokenizer."""
+
+import io
+import re
+import zipfile
+from pathlib import Path
+
+from kvherd.adapters.chat_template import ChatTemplate
+from kvherd.adapters.gguf_vocabulary import read_vocabulary
+from kvherd.adapters.model_files import ModelFile
+from kvherd.adapters.vocabulary import Vocabulary, byte_characters, from_hf_files, hf_files, tiny_vocabulary
+from kvherd.core.errors import FieldInvalid, FrameInvalid, ModelMissing
+from kvherd.core.text.calls import ChatCall
+
+ARCHIVE_LIMIT_BYTES = 256 << 20
+_READ = ("tokenizer.json", "tokenizer_config.json", "config.json", "chat_template.jinja")
+_EPOCH = (1980, 1, 1, 0, 0, 0)  # the earliest a zip can say
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+class ModelTokenizer:
+    """A `ports.completions.Tokenizer`.
+
+    Special tokens in a text are parsed as such wherever they stand, in a user's message too, as Transformers and vLLM
+    do: what the gateway counts must be what the engine computes.
+    """
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        """Raises `ModelUnsupported` for a chat template that cannot be read."""
+        self._vocabulary = vocabulary
+        self._tokenizer = vocabulary.tokenizer
+        source = vocabulary.chat_template
+        self._template = ChatTemplate(source, vocabulary.named_tokens) if source else None
+        self._byte_level = "ByteLevel" in repr(self._tokenizer.decoder)
+        self.model_max_tokens = vocabulary.max_tokens
+        added = self._tokenizer.get_added_tokens_decoder()
+        self.special_tokens = {token.content: index for index, token in added.items() if token.special}
+        self._added = {index: token.content for index, token in added.items()}
+
+    @property
+    def vocab_size(self) -> int:
+        return int(self._tokenizer.get_vocab_size())
+
+    def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
+        """`add_special_tokens` adds what the model puts around a text, such as a first token; most add nothing."""
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        return ids
+
+    def decode(self, token_ids: list[int], *, skip_special_tokens: bool = True) -> str:
+        """Bytes that are no text become U+FFFD; ids outside the vocabulary are left out."""
+        return self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
+
+    def token_text(self, token_id: int) -> str:
+        return self.token_bytes(token_id).decode("utf-8", "backslashreplace")
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """An id outside the vocabulary stands for nothing."""
+        if token_id in self._added:
+            return self._added[token_id].encode()
+        spelled = self._tokenizer.id_to_token(token_id)
+        if spelled is None:
+            return b""
+        if self._byte_level:
+            return bytes(_BYTES[character] for character in spelled if character in _BYTES)
+        byte = _BYTE_TOKEN.fullmatch(spelled)
+        return bytes.fromhex(byte[1]) if byte else spelled.replace("▁", " ").encode()
+
+    def render_chat(self, call: ChatCall) -> str:
+        if self._template is None:
+            raise FieldInvalid("messages", "this model has no chat template; use /v1/completions")
+        return self._template.render(call)
+
+    def artifact_zip(self) -> bytes:
+        """A zip of `tokenizer.json`, `tokenizer_config.json` (with the template) and `config.json`; the same bytes always."""
+        archive = io.BytesIO()
+        with zipfile.ZipFile(archive, "w", zipfile.ZIP_STORED) as file:  # stored: zlib's versions compress differently
+            for name, content in sorted(hf_files(self._vocabulary).items()):
+                file.writestr(zipfile.ZipInfo(name, _EPOCH), content)
+        return archive.getvalue()
+
+
+_BYTES = byte_characters()
+
+
+def load_tokenizer(model: ModelFile) -> ModelTokenizer:
+    """The tokenizer of a model file, or the tiny one. Raises `ModelMissing` and `ModelUnsupported`."""
+    return ModelTokenizer(tiny_vocabulary() if model.path is None else read_vocabulary(model.path))
+
+
+def tokenizer_from_zip(data: bytes) -> ModelTokenizer:
+    """The tokenizer in an archive of Hugging Face files. Raises `FrameInvalid` for anything else."""
+    try:
+        with zipfile.ZipFile(io.BytesIO(data)) as file:
+            found = {Path(entry.filename).name: entry for entry in file.infolist() if not entry.is_dir()}
+            chosen = {name: found[name] for name in _READ if name in found}
+            if sum(entry.file_size for entry in chosen.values()) > ARCHIVE_LIMIT_BYTES:
+                raise FrameInvalid("tokenizer archive", f"it unpacks to more than {ARCHIVE_LIMIT_BYTES} bytes")
+            files = {name: file.read(entry) for name, entry in chosen.items()}
+        return ModelTokenizer(from_hf_files(files))
+    except (zipfile.BadZipFile, ValueError, EOFError, RuntimeError, NotImplementedError) as error:
+        raise FrameInvalid("tokenizer archive", str(error)) from error
+
+
+def tokenizer_from_directory(path: Path) -> ModelTokenizer:
+    """The tokenizer in a Hugging Face model directory. Raises `ModelMissing` with the reason, `ModelUnsupported`."""
+    try:
+        files = {name: (path / name).read_bytes() for name in _READ if (path / name).is_file()}
+        return ModelTokenizer(from_hf_files(files))
+    except ValueError as error:
+        raise ModelMissing(str(path), str(error)) from error
+    except OSError as error:
+        raise ModelMissing(str(path), error.strerror or str(error)) from error
