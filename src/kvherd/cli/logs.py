@@ -6,6 +6,8 @@ from enum import StrEnum
 
 LINE = "%(asctime)s.%(msecs)03d %(levelname)s %(name)s: %(message)s"
 
+IMPORTANT = frozenset({"WARNING", "ERROR", "CRITICAL"})
+
 
 class LogLevel(StrEnum):
     DEBUG = "debug"
@@ -20,5 +22,5 @@ def start_logging(level: LogLevel) -> None:
 
 
 def is_important(line: str) -> bool:
-    """Whether a line that `start_logging` formatted, or a command's last word, is one an operator must see."""
-    return line.startswith("kvherd: ") or line.split(" ", 3)[2:3] in (["WARNING"], ["ERROR"], ["CRITICAL"])
+    """Whether a line of a part's log, or a command's last word, is one an operator must see."""
+    return line.startswith("kvherd: ") or not IMPORTANT.isdisjoint(line.split(" ", 3)[:3])

@@ -26,7 +26,9 @@ logger = logging.getLogger(__name__)
 
 def build_app(arguments: Sequence[str]) -> typer.Typer:
     """The commands that `arguments` may call; all of them unless one is named first."""
-    app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
+    app = typer.Typer(
+        add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode="markdown"
+    )
     app.callback()(_kvherd)
     named = next((word for word in arguments if not word.startswith("-")), None)
     for name in (named,) if named in COMMANDS else COMMANDS:

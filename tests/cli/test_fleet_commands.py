@@ -1,0 +1,152 @@
+"""`kvherd workers` and `kvherd flush` against a gateway that says what the test wants."""
+
+import json
+import threading
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+
+from kvherd.cli.main import main
+
+pytestmark = pytest.mark.net
+
+ANN: dict[str, Any] = {
+    "id": "grpc://127.0.0.1:51000",
+    "url": "grpc://127.0.0.1:51000",
+    "kind": "sglang-grpc",
+    "models": ["smollm2"],
+    "state": "up",
+    "running": 2,
+    "waiting": 0,
+    "kv": {"state": "live", "blocks": 94, "epoch": "ab" * 16},
+}
+BOB: dict[str, Any] = {
+    "id": "http://b",
+    "url": "http://b",
+    "kind": None,
+    "models": [],
+    "state": "down",
+    "running": 0,
+    "kv": None,
+}
+
+Says = Callable[[int, object], str]
+
+
+@pytest.fixture
+def gateway_that_says() -> Iterator[Says]:
+    """Answers every request with one status and body, and keeps the paths that were asked in `asked`."""
+    servers: list[ThreadingHTTPServer] = []
+
+    def says(status: int, body: object) -> str:
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                asked.append(f"{self.command} {self.path}")
+                payload = body if isinstance(body, bytes) else json.dumps(body).encode()
+                self.send_response(status)
+                self.send_header("Content-Length", str(len(payload)))
+                self.end_headers()
+                self.wfile.write(payload)
+
+            do_POST = do_GET  # noqa: N815 - the base class looks for this name
+
+            def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 - the base class's name
+                pass
+
+        server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        servers.append(server)
+        threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+        return f"http://127.0.0.1:{server.server_address[1]}"
+
+    asked.clear()
+    yield says
+    for server in servers:
+        server.shutdown()
+        server.server_close()
+
+
+asked: list[str] = []
+
+
+def run(*words: str) -> int:
+    with pytest.raises(SystemExit) as ended:
+        main(words)
+    return int(ended.value.code or 0)
+
+
+def test_workers_are_a_table_with_a_row_each(gateway_that_says: Says, capsys: pytest.CaptureFixture[str]) -> None:
+    url = gateway_that_says(200, {"workers": [ANN]})
+    assert run("workers", "--gateway", url) == 0
+    heading, row = capsys.readouterr().out.splitlines()
+    assert heading.split() == ["WORKER", "KIND", "MODELS", "STATE", "RUNNING", "WAITING", "KV", "BLOCKS"]
+    assert row.split() == ["grpc://127.0.0.1:51000", "sglang-grpc", "smollm2", "up", "2", "0", "live", "94"]
+
+
+def test_a_worker_that_is_down_is_shown_and_costs_the_exit_code(
+    gateway_that_says: Says, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run("workers", "--gateway", gateway_that_says(200, {"workers": [ANN, BOB]})) == 1
+    assert capsys.readouterr().out.splitlines()[-1].split() == ["http://b", "-", "-", "down", "0", "-", "-", "-"]
+
+
+def test_a_program_gets_the_gateway_s_own_json(gateway_that_says: Says, capsys: pytest.CaptureFixture[str]) -> None:
+    answer = {"workers": [ANN]}
+    assert run("workers", "--json", "--gateway", gateway_that_says(200, answer)) == 0
+    assert json.loads(capsys.readouterr().out) == answer
+
+
+def test_the_environment_names_the_gateway(gateway_that_says: Says, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVHERD_GATEWAY", gateway_that_says(200, {"workers": [ANN]}))
+    assert run("workers") == 0
+
+
+def flushed(*outcomes: str, success: bool) -> dict[str, Any]:
+    workers = [
+        {"url": f"http://w{n}", "kind": "kvherd-http", "outcome": outcome, "message": "so it was", "seconds": 0.25}
+        for n, outcome in enumerate(outcomes)
+    ]
+    done = outcomes.count("done")
+    return {"success": success, "message": f"{done} of {len(outcomes)} workers flushed", "workers": workers}
+
+
+def test_a_flush_that_all_obeyed_ends_with_0(gateway_that_says: Says, capsys: pytest.CaptureFixture[str]) -> None:
+    url = gateway_that_says(200, flushed("done", "done", success=True))
+    assert run("flush", "--timeout", "2.5", "--gateway", url) == 0
+    assert asked == ["POST /flush_cache?timeout=2.5"]
+    assert capsys.readouterr().out.splitlines()[-1] == "2 of 2 workers flushed"
+
+
+@pytest.mark.parametrize("status", [207, 502, 503])
+def test_a_flush_that_some_did_not_obey_ends_with_1(
+    status: int, gateway_that_says: Says, capsys: pytest.CaptureFixture[str]
+) -> None:
+    url = gateway_that_says(status, flushed("done", "timed_out", success=False))
+    assert run("flush", "--gateway", url) == 1
+    assert "http://w1  kvherd-http  timed_out     0.25  so it was" in capsys.readouterr().out
+
+
+def test_an_error_of_the_gateway_is_told_in_its_words(
+    gateway_that_says: Says, capsys: pytest.CaptureFixture[str]
+) -> None:
+    url = gateway_that_says(400, {"error": {"message": "timeout: must be at most 3600"}})
+    assert run("flush", "--timeout", "9999", "--gateway", url) == 1
+    assert capsys.readouterr().out == "timeout: must be at most 3600\n"
+
+
+@pytest.mark.parametrize("value", ["-1", "nan", "inf"])
+def test_a_time_that_is_none_is_a_usage_error(value: str) -> None:
+    assert run("flush", "--timeout", value) == 2
+
+
+def test_no_gateway_is_exit_code_3_and_a_way_out(unused_port: int, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("workers", "--gateway", f"http://127.0.0.1:{unused_port}") == 3
+    assert "Connection refused; start one with `kvherd up`" in capsys.readouterr().err
+
+
+def test_something_else_on_that_port_is_not_taken_for_a_gateway(
+    gateway_that_says: Says, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run("workers", "--gateway", gateway_that_says(200, b"<html>hello</html>")) == 3
+    assert "is not a kvherd gateway" in capsys.readouterr().err

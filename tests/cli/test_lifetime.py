@@ -1,0 +1,63 @@
+"""What ends a process, and that its work cleans up before it does."""
+
+import signal
+import subprocess
+import sys
+
+import pytest
+
+pytestmark = pytest.mark.engine
+
+PROGRAM = """
+import asyncio, sys
+from kvherd.cli.lifetime import until_stopped
+
+async def work():
+    try:
+        print("up", flush=True)
+        if sys.argv[1] == "fails":
+            raise ValueError("no luck")
+        await asyncio.sleep(60)
+    finally:
+        await asyncio.sleep(0.01)
+        print("clean", flush=True)
+
+asyncio.run(until_stopped(work(), supervised=sys.argv[1] == "supervised"))
+print("done", flush=True)
+"""
+
+
+def start(mode: str) -> "subprocess.Popen[str]":
+    return subprocess.Popen(
+        [sys.executable, "-c", PROGRAM, mode],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_lets_the_work_clean_up_and_ends_with_0(number: signal.Signals) -> None:
+    with start("alone") as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "up\n"
+        process.send_signal(number)
+        said, _ = process.communicate(timeout=10)
+    assert said == "clean\ndone\n"
+    assert process.returncode == 0
+
+
+def test_the_end_of_standard_input_ends_a_supervised_process() -> None:
+    with start("supervised") as process:
+        said, _ = process.communicate(timeout=10)
+    assert said == "up\nclean\ndone\n"
+    assert process.returncode == 0
+
+
+def test_a_failure_of_the_work_is_not_swallowed() -> None:
+    with start("fails") as process:
+        said, complaint = process.communicate(timeout=10)
+    assert said == "up\nclean\n"
+    assert "ValueError: no luck" in complaint
+    assert process.returncode == 1
