@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import shutil
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -86,6 +87,7 @@ class Herd:
         return len(workers) == len(ENGINES) and all(worker["state"] == "up" for worker in workers)
 
     def things_to_try(self) -> str:
+        tool = "kvherd" if shutil.which("kvherd") else sys.argv[0]
         other = "" if self.gateway_port == 8080 else f" --gateway {self.gateway_url}"
         body = json.dumps(
             {
@@ -97,8 +99,8 @@ class Herd:
         return (
             f"\nThe herd is up at {self.gateway_url}. Three things to try in another terminal:\n\n"
             f"  curl {self.gateway_url}/v1/chat/completions -d '{body}'\n"
-            f"  kvherd workers{other}\n"
-            f"  kvherd flush --timeout 30{other}\n\n"
+            f"  {tool} workers{other}\n"
+            f"  {tool} flush --timeout 30{other}\n\n"
             f"Logs: {self.logs}. Ctrl-C stops everything.\n"
         )
 
