@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from kvherd.core.ids import Epoch, Rank
-from kvherd.core.kv.events import KvEventBatch
+from kvherd.core.kv.events import KvEventBatch, SnapshotChunk
 
 
 @dataclass(frozen=True, slots=True)
@@ -13,19 +13,6 @@ class Subscribed:
     """The subscription is accepted: batches of this epoch follow. `epoch` None: a foreign stream without one."""
 
     epoch: Epoch | None
-
-
-@dataclass(frozen=True, slots=True)
-class SnapshotChunk:
-    """Part `index` of `count` of the publisher's state; applying chunk 0 begins with forgetting everything.
-
-    `unknown_before` batches were never seen by whoever took it: not 0 means the state may lack blocks.
-    """
-
-    index: int
-    count: int
-    unknown_before: int
-    batch: KvEventBatch
 
 
 FeedItem = Subscribed | SnapshotChunk | KvEventBatch

@@ -7,6 +7,7 @@ table is a defect and leaves as 500 / INTERNAL without its text.
 from dataclasses import dataclass
 
 from kvherd.core import errors
+from kvherd.core.kv import stream
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +51,14 @@ TABLE: dict[type[errors.KvherdError], Status] = {
     errors.GatewayStopping: Status(503, "UNAVAILABLE", "server_error", "gateway_stopping"),
     errors.GatewayFull: Status(503, "UNAVAILABLE", "server_error", "gateway_full"),
     errors.NoWorker: Status(503, "UNAVAILABLE", "server_error", "no_worker"),
+    stream.EventsUnsupported: Status(501, "UNIMPLEMENTED", "server_error", "kv_events_unsupported"),
+    stream.ResumeOutOfRange: Status(409, "OUT_OF_RANGE", "invalid_request_error", "kv_resume_out_of_range"),
+    stream.StreamForbidden: Status(403, "PERMISSION_DENIED", "invalid_request_error", "kv_events_forbidden"),
+    stream.EpochEnded: Status(503, "DATA_LOSS", "server_error", "kv_epoch_ended"),
+    stream.SubscriberTooSlow: Status(503, "RESOURCE_EXHAUSTED", "server_error", "kv_subscriber_too_slow"),
+    stream.StreamUntranslatable: Status(502, "FAILED_PRECONDITION", "server_error", "kv_events_untranslatable"),
+    stream.StreamBroken: Status(502, "UNAVAILABLE", "server_error", "kv_stream_broken"),
+    stream.BatchUntranslatable: Status(502, "FAILED_PRECONDITION", "server_error", "kv_batch_untranslatable"),
 }
 
 _DEFECT = Status(500, "INTERNAL", "server_error", "internal")

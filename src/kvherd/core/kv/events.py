@@ -58,3 +58,16 @@ class KvEventBatch:
     timestamp_s: float
     rank: Rank
     events: tuple[KvEvent, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SnapshotChunk:
+    """Part `index` of `count` of the publisher's state; applying chunk 0 begins with forgetting everything.
+
+    `unknown_before` batches were never seen by whoever took it: not 0 means the state may lack blocks.
+    """
+
+    index: int
+    count: int
+    unknown_before: int
+    batch: KvEventBatch

@@ -72,10 +72,12 @@ class EpochEnded(StreamLost):
 
 @dataclass(eq=False)
 class SubscriberTooSlow(StreamLost):
-    limit_blocks: int
+    limit_tokens: int
 
     def __str__(self) -> str:
-        return f"more than {self.limit_blocks} blocks wait to be read, the limit here; subscribe from zero"
+        return (
+            f"more events wait to be read than {self.limit_tokens} tokens' worth, the limit here; subscribe from zero"
+        )
 
 
 @dataclass(eq=False)

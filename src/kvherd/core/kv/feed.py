@@ -1,0 +1,273 @@
+"""One rank of an engine as a sequence without gaps: frames, replays and reconnections in, instructions out.
+
+The rules:
+
+1. A frame is forwarded once, in order, and only after its predecessor of the same life.
+2. Every replay begins at the last frame forwarded. If that frame comes back the same, the sender is the same publisher
+   and what follows belongs to the same life; if it comes back different, or the publisher is not as far, this is
+   another life.
+3. A connection that was made anew proves nothing: until such a replay, nothing is forwarded.
+4. What cannot be filled or proved ends the life: everything known is void, and `unknown_before` says how many batches
+   of the next life were never seen.
+
+An engine answers a replay from its start to its end and loses from the middle, so an answer counts as far as it is
+contiguous, and the rest is asked for again, until an answer brings nothing new `TRIES` times.
+"""
+
+from dataclasses import dataclass, field
+from typing import Final, assert_never
+
+from kvherd.core.kv.cursor import BIRTH, Admitted, Missing, RankCursor, Repeated, Restarted
+
+TRIES: Final = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """A batch as it was published: its number and its bytes, not yet decoded."""
+
+    sequence: int
+    payload: bytes = field(repr=False)
+
+    @property
+    def mark(self) -> int:
+        return hash(self.payload)
+
+
+# --- what happens ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Received:
+    """A live frame came."""
+
+    frame: Frame
+
+
+@dataclass(frozen=True, slots=True)
+class Connected:
+    """A connection to a publisher was made, for the first time or anew; frames queued before it were thrown away."""
+
+
+@dataclass(frozen=True, slots=True)
+class Idle:
+    """Nothing came for a while: the last frames may have been lost without a later one to show it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Replayed:
+    """The answer to `AskReplay`. `ended`: the publisher said that there is no more; else it fell silent or was cut."""
+
+    frames: tuple[Frame, ...]
+    ended: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Replaced:
+    """The publisher's process is a new one, says who started it."""
+
+
+FeedEvent = Received | Connected | Idle | Replayed | Replaced
+
+# --- what to do --------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Forward:
+    """Pass this frame on."""
+
+    frame: Frame
+
+
+@dataclass(frozen=True, slots=True)
+class AskReplay:
+    """Ask the publisher for everything from this number on, then tell `Replayed`, before any other event."""
+
+    start: int
+
+
+@dataclass(frozen=True, slots=True)
+class EndLife:
+    """All that was forwarded is void; the frames that follow belong to a new life."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class BeginLife:
+    """The first frame of this life follows, or nothing was published yet; `unknown_before` frames were never seen."""
+
+    unknown_before: int
+
+
+Instruction = Forward | AskReplay | EndLife | BeginLife
+
+
+@dataclass(slots=True)
+class RankFeed:
+    """See the module. `can_replay` False: every gap and every new connection ends the life."""
+
+    can_replay: bool = True
+    _cursor: RankCursor = field(default_factory=RankCursor)
+    _held: Frame | None = None
+    """The live frame that showed a gap."""
+    _unproved: bool = False
+    """A connection was made since the last proof."""
+    _tries: int = 0
+
+    @property
+    def last(self) -> int | None:
+        """The number of the last frame forwarded; None if none was, -1 if none was published."""
+        return self._cursor.last
+
+    def handle(self, event: FeedEvent) -> list[Instruction]:
+        match event:
+            case Received(frame):
+                return self._received(frame)
+            case Connected():
+                return self._connected()
+            case Idle():
+                return [self._ask()] if self.can_replay and self._cursor.last is not None else []
+            case Replayed(frames, ended):
+                return self._replayed(frames, ended=ended)
+            case Replaced():
+                return self._new_life("its process was replaced")
+            case _:
+                assert_never(event)
+
+    def _received(self, frame: Frame) -> list[Instruction]:
+        if self._cursor.last is None:
+            return self._first(frame)
+        match self._cursor.judge(frame.sequence, frame.mark):
+            case Admitted():
+                return [Forward(frame)]
+            case Repeated():
+                return []
+            case Missing() as gap:
+                self._held = frame
+                return [self._ask()] if self.can_replay else self._skip(gap)
+            case Restarted():
+                return self._new_life(f"its sequence went back to {frame.sequence}", frame)
+
+    def _first(self, frame: Frame) -> list[Instruction]:
+        """Nothing is known of this life and it cannot be asked, or did not answer."""
+        self._cursor.judge(frame.sequence, frame.mark)
+        return [BeginLife(frame.sequence), Forward(frame)]
+
+    def _connected(self) -> list[Instruction]:
+        self._held = None
+        if self.can_replay:
+            self._unproved = self._cursor.last not in (None, BIRTH)
+            self._tries = 0
+            return [self._ask()]
+        if self._cursor.last is None:
+            return []
+        return self._new_life("its connection was made anew, and it has no replay to prove itself by")
+
+    def _ask(self) -> AskReplay:
+        return AskReplay(max(self._cursor.last or 0, 0))
+
+    def _replayed(self, frames: tuple[Frame, ...], *, ended: bool) -> list[Instruction]:
+        if self._cursor.last is None:
+            return self._born(frames, ended=ended)
+        before = self._cursor.last
+        verdict = self._compare(frames, ended=ended)
+        if verdict is not None:
+            return self._new_life(verdict)
+        forwarded = self._admit(frames)
+        if forwarded or (frames and before >= 0):
+            self._unproved = False
+        return forwarded + self._after_replay(progress=self._cursor.last != before, ended=ended)
+
+    def _born(self, frames: tuple[Frame, ...], *, ended: bool) -> list[Instruction]:
+        """The first answer of a life: it may begin in the middle, but what it brings is contiguous or left out."""
+        if frames:
+            first = frames[0]
+            self._cursor.judge(first.sequence, first.mark)
+            begun: list[Instruction] = [BeginLife(first.sequence), Forward(first), *self._admit(frames[1:])]
+            return begun + self._after_replay(progress=True, ended=ended)
+        if ended:
+            self._cursor = RankCursor(BIRTH)
+            return [BeginLife(0), *self._after_replay(progress=False, ended=True)]
+        self._tries += 1
+        if self._tries < TRIES:
+            return [self._ask()]
+        return self._give_up_filling()
+
+    def _compare(self, frames: tuple[Frame, ...], *, ended: bool) -> str | None:
+        """Why the answer comes from another life than the cursor's, if so."""
+        last = self._cursor.last
+        if last is None:
+            return None
+        if not frames:
+            return "it has sent fewer batches than were received" if ended and last != BIRTH else None
+        first = frames[0]
+        if first.sequence > max(last, 0):
+            return f"batches {last + 1} to {first.sequence - 1} are lost and its replay begins after them"
+        if last != BIRTH and not self._cursor.proves(first.sequence, first.mark):
+            return f"batch {first.sequence} is not what it was"
+        return None
+
+    def _admit(self, frames: tuple[Frame, ...]) -> list[Instruction]:
+        forwarded: list[Instruction] = []
+        for frame in frames:
+            match self._cursor.judge(frame.sequence, frame.mark):
+                case Admitted():
+                    forwarded.append(Forward(frame))
+                case Repeated():
+                    pass
+                case Missing() | Restarted():
+                    break  # the answer lost something here: what follows is asked for again
+        return forwarded
+
+    def _after_replay(self, *, progress: bool, ended: bool) -> list[Instruction]:
+        """Go on, ask again, or give up."""
+        instructions: list[Instruction] = []
+        held, self._held = self._held, None
+        gap = False
+        if held is not None:
+            match self._cursor.judge(held.sequence, held.mark):
+                case Admitted():
+                    instructions.append(Forward(held))
+                case Missing():
+                    gap, self._held = True, held
+                case Repeated():
+                    pass
+                case Restarted():
+                    return self._new_life(f"batch {held.sequence} is not what it was")
+        unfinished = gap or self._unproved or (progress and not ended)
+        if not unfinished:
+            self._tries = 0
+            return instructions
+        self._tries = 0 if progress else self._tries + 1
+        if self._tries < TRIES:
+            return [*instructions, self._ask()]
+        return instructions + self._give_up_filling()
+
+    def _give_up_filling(self) -> list[Instruction]:
+        held, self._held = self._held, None
+        before, self._cursor = self._cursor.last, RankCursor()
+        self._unproved, self._tries = False, 0
+        ended: list[Instruction] = []
+        if before is not None and held is not None:
+            ended.append(EndLife(f"batches {before + 1} to {held.sequence - 1} are lost and no replay brings them"))
+        elif before is not None:
+            ended.append(EndLife("its connection was made anew, and no replay proved that it is the same"))
+        return ended + (self._first(held) if held is not None else [])
+
+    def _skip(self, gap: Missing) -> list[Instruction]:
+        held, self._held = self._held, None
+        assert held is not None
+        self._cursor = RankCursor()
+        lost = f"batches {gap.first} to {gap.last} are lost and it has no replay"
+        return [EndLife(lost), *self._first(held)]
+
+    def _new_life(self, reason: str, frame: Frame | None = None) -> list[Instruction]:
+        """`frame`, if there is one, is known to be of the new life."""
+        known, self._cursor = self._cursor.last is not None, RankCursor()
+        self._held, self._unproved, self._tries = None, False, 0
+        ended: list[Instruction] = [EndLife(reason)] if known else []
+        if self.can_replay:
+            self._held = frame
+            return [*ended, self._ask()]
+        return ended + (self._first(frame) if frame is not None else [])

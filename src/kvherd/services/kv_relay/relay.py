@@ -1,0 +1,195 @@
+"""From an engine's own KV events to a numbered stream that any number of subscribers can resume.
+
+One task a rank reads its publisher and carries out what `core/kv/feed` says. All ranks share one epoch: when one
+publisher's life ends, every subscriber starts over, and is told again what the other ranks hold.
+"""
+
+import asyncio
+import logging
+import secrets
+from collections import Counter, deque
+from collections.abc import Callable, Mapping
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Self, assert_never
+
+from kvherd.core.errors import FrameInvalid
+from kvherd.core.ids import Epoch, Rank
+from kvherd.core.kv.feed import (
+    AskReplay,
+    BeginLife,
+    EndLife,
+    FeedEvent,
+    Forward,
+    Frame,
+    Idle,
+    Instruction,
+    RankFeed,
+    Replaced,
+)
+from kvherd.core.kv.history import HISTORY_TOKENS, RankHistory, roll_base
+from kvherd.core.kv.live_state import LiveState
+from kvherd.core.kv.stream import (
+    BatchUntranslatable,
+    EpochEnded,
+    StreamBroken,
+    StreamLost,
+    StreamUntranslatable,
+)
+from kvherd.ports.kv_frames import FrameFeed
+from kvherd.services.kv_relay.life import Life, Subscription
+from kvherd.wire.vllm_kv import KvDecoder
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class RelayOptions:
+    """`probe_s`: after this long without a frame the publisher is asked whether that was all. `replay_silence_s`: how
+    long a replay may say nothing. `history_tokens`: how far a subscriber may fall behind, in `core/kv/pieces` weight.
+    """
+
+    probe_s: float = 2.0
+    replay_silence_s: float = 1.0
+    history_tokens: int = HISTORY_TOKENS
+
+
+class _RankLine:
+    """One rank: its publisher, what is known of its sequence, and the decoder of its present life."""
+
+    def __init__(self, rank: Rank, frames: FrameFeed) -> None:
+        self.rank = rank
+        self.frames = frames
+        self.feed = RankFeed(can_replay=frames.can_replay)
+        self.decoder = KvDecoder()
+        self.replaced = False
+
+
+class KvRelay:
+    """Implements `KvStream` for the publishers of one engine. An async context manager; subscribe inside it only.
+
+    `counts` has `frames`, `bad_batches`, `untranslatable`, `lives` and `replays`, since the start.
+    """
+
+    def __init__(
+        self,
+        feeds: Mapping[Rank, FrameFeed],
+        *,
+        options: RelayOptions | None = None,
+        dice: Callable[[int], int] = secrets.randbelow,
+    ) -> None:
+        self._options = options or RelayOptions()
+        self._dice = dice
+        self._lines = {rank: _RankLine(rank, feed) for rank, feed in sorted(feeds.items())}
+        self.counts: Counter[str] = Counter()
+        self._life = self._new_life({})
+
+    @property
+    def epoch(self) -> Epoch:
+        return self._life.epoch
+
+    def blocks(self, rank: Rank) -> int:
+        """How many different blocks the rank is known to hold."""
+        return len(self._life.histories[rank].state)
+
+    def subscribe(
+        self,
+        *,
+        start_sequence_number: int = 0,
+        cursors: Mapping[Rank, int] | None = None,
+        epoch: Epoch | None = None,
+    ) -> Subscription:
+        return self._life.begin(start_sequence_number, cursors or {}, epoch)
+
+    def rank_started(self, rank: Rank) -> None:
+        """Say that the rank's process is a new one: what it published before is void. Call it after a restart."""
+        self._lines[rank].replaced = True
+
+    async def __aenter__(self) -> Self:
+        async with AsyncExitStack() as stack:
+            for line in self._lines.values():
+                await stack.enter_async_context(line.frames)
+            group = await stack.enter_async_context(asyncio.TaskGroup())
+            self._tasks = [group.create_task(self._follow(line)) for line in self._lines.values()]
+            self._stack = stack.pop_all()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._life.finish(StreamBroken("the relay is stopping"))
+        for task in self._tasks:
+            task.cancel()
+        await self._stack.aclose()
+
+    async def _follow(self, line: _RankLine) -> None:
+        while True:
+            event: FeedEvent | None = await line.frames.next(within_s=self._options.probe_s)
+            if line.replaced:
+                line.replaced = False
+                await self._handle(line, Replaced())
+            await self._handle(line, Idle() if event is None else event)
+
+    async def _handle(self, line: _RankLine, event: FeedEvent) -> None:
+        todo = deque(line.feed.handle(event))
+        while todo:
+            instruction = todo.popleft()
+            if isinstance(instruction, AskReplay):
+                self.counts["replays"] += 1
+                answer = await line.frames.replay(instruction.start, silence_s=self._options.replay_silence_s)
+                todo.extend(line.feed.handle(answer))
+            else:
+                self._carry_out(line, instruction)
+                self._life.tell()
+                await asyncio.sleep(0)  # a burst that is here already must not run past readers that keep up
+
+    def _carry_out(self, line: _RankLine, instruction: Instruction) -> None:
+        match instruction:
+            case Forward(frame):
+                self._forward(line, frame)
+            case EndLife(reason):
+                self._void(line, EpochEnded(f"rank {line.rank}: {reason}"))
+            case BeginLife(unknown_before):
+                self._life.histories[line.rank].unknown_before = unknown_before
+            case AskReplay():
+                raise AssertionError("a replay is asked for by whoever can wait for it")
+            case _:
+                assert_never(instruction)
+
+    def _forward(self, line: _RankLine, frame: Frame) -> None:
+        self.counts["frames"] += 1
+        try:
+            batch = line.decoder.decode(frame.payload)
+        except FrameInvalid as error:
+            self.counts["bad_batches"] += 1
+            self._void(line, EpochEnded(f"rank {line.rank}, batch {frame.sequence}: {error}"), frame.sequence + 1)
+        except BatchUntranslatable as error:
+            self.counts["untranslatable"] += 1
+            reason = f"rank {line.rank}, batch {frame.sequence}: {error.reason}"
+            self._void(line, StreamUntranslatable(reason), frame.sequence + 1)
+        else:
+            if batch.events:
+                self._life.histories[line.rank].append(batch.timestamp_s, batch.events)
+
+    def _void(self, line: _RankLine, end: StreamLost, unknown_before: int = 0) -> None:
+        """End the epoch; the next begins with the other ranks as they are and this one empty."""
+        log.warning("%s", end)
+        line.decoder = KvDecoder()
+        before, self._life = self._life, self._new_life({**self._life.histories, line.rank: None})
+        self._life.histories[line.rank].unknown_before = unknown_before
+        before.finish(end)
+
+    def _new_life(self, before: Mapping[Rank, RankHistory | None]) -> Life:
+        self.counts["lives"] += 1
+        histories = {}
+        for rank in self._lines:
+            old = before.get(rank)
+            histories[rank] = RankHistory(
+                rank,
+                roll_base(self._dice),
+                limit_tokens=self._options.history_tokens,
+                unknown_before=0 if old is None else old.unknown_before,
+                state=LiveState() if old is None else old.state,
+            )
+        return Life(Epoch(f"{self._dice(2**128):032x}"), histories)
