@@ -1,0 +1,324 @@
+"""One client's connection: its requests, one after the other, for its whole life.
+
+One long-lived task loops over the requests: a task for each would cost more than relaying a small answer does.
+Reading goes on while an answer is written, so that a client that leaves is noticed at once; it stops when a complete
+request waits behind the one being answered, so that a client that only sends cannot fill the memory.
+"""
+
+import asyncio
+import logging
+from dataclasses import dataclass, field
+
+from kvherd.core.errors import CallerTooSlow, GatewayFull, GatewayStopping, KvherdError
+from kvherd.core.ids import RequestId
+from kvherd.services.gateway.relay.asgi import answer_with_app
+from kvherd.services.gateway.relay.edge import AsgiApp, DataHandler, DataRequest, RelayLimits, is_data
+from kvherd.services.gateway.relay.requests import Incoming, Refusal, RequestParser, Stage
+from kvherd.services.gateway.relay.responder import ConnectionResponder
+
+_log = logging.getLogger(__name__)
+_CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
+_IDLE, _HEAD, _BODY = Stage.IDLE, Stage.HEAD, Stage.BODY
+
+
+class AnswerUnfinished(RuntimeError):
+    """A handler returned without ending its answer: a defect of that handler."""
+
+
+@dataclass(slots=True)
+class Premises:
+    """What the connections of one server share. `now_s` is a clock that moves only with the server's tick: reading
+    the real one for every request would cost more than the precision is worth.
+    """
+
+    handler: DataHandler
+    app: AsgiApp
+    limits: RelayLimits
+    group: asyncio.TaskGroup
+    loop: asyncio.AbstractEventLoop
+    connections: "set[Connection]" = field(default_factory=set)
+    deserted: asyncio.Event = field(default_factory=asyncio.Event)
+    now_s: float = 0.0
+    stopping: bool = False
+
+
+class Connection(asyncio.Protocol):
+    """Owned by the server that made it; its task lives in the server's group and ends with the connection."""
+
+    __slots__ = (
+        "_busy",
+        "_cut_off",
+        "_drainers",
+        "_ends_at_s",
+        "_gone",
+        "_in_app",
+        "_lost",
+        "_parser",
+        "_peer",
+        "_premises",
+        "_read_s",
+        "_reading",
+        "_responder",
+        "_server",
+        "_stage",
+        "_stage_since_s",
+        "_stalled_since_s",
+        "_task",
+        "_wake",
+        "transport",
+    )
+
+    transport: asyncio.Transport
+    _parser: RequestParser
+
+    def __init__(self, premises: Premises) -> None:
+        self._premises = premises
+        self._stage = _IDLE
+        self._stage_since_s = self._read_s = premises.now_s
+        self._stalled_since_s: float | None = None
+        self._ends_at_s: float | None = None
+        self._busy = self._in_app = self._lost = self._cut_off = False
+        self._reading = True
+        self._responder: ConnectionResponder | None = None
+        self._wake: asyncio.Future[None] | None = None
+        self._gone: asyncio.Future[None] | None = None
+        self._drainers: list[asyncio.Future[None]] = []
+        self._task: asyncio.Task[None] | None = None
+        self._peer = self._server = ""
+
+    # --- called by the event loop ---------------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self.transport = transport
+        premises = self._premises
+        self._peer = _address(transport, "peername")
+        self._server = _address(transport, "sockname")
+        self._parser = RequestParser(premises.limits, self._peer)
+        transport.set_write_buffer_limits(high=premises.limits.write_buffer_bytes)
+        if len(premises.connections) >= premises.limits.connections:
+            self._parser.refuse(GatewayFull(premises.limits.connections))
+        elif premises.stopping:
+            self._parser.refuse(GatewayStopping())
+        premises.connections.add(self)
+        self._task = premises.group.create_task(self._serve())
+
+    def data_received(self, data: bytes) -> None:
+        parser = self._parser
+        self._read_s = self._premises.now_s
+        parser.feed(data)
+        if parser.stage is not self._stage:
+            self._stage = parser.stage
+            self._stage_since_s = self._read_s
+        if parser.wants_continue:
+            self._let_client_continue()
+        if parser.ready:
+            if self._wake is not None:
+                self._wake_up()
+            elif self._reading:
+                self._reading = False
+                self.transport.pause_reading()
+
+    def eof_received(self) -> bool:
+        """A client that has sent its end is taken to have left: one that closed cannot be told from one that only
+        finished sending, and engines must not work for the first.
+        """
+        self._leave()
+        return False
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._leave()
+        premises = self._premises
+        premises.connections.discard(self)
+        if premises.stopping and not premises.connections:
+            premises.deserted.set()
+        self._parser.close()
+
+    def pause_writing(self) -> None:
+        self._stalled_since_s = self._premises.now_s
+
+    def resume_writing(self) -> None:
+        self._stalled_since_s = None
+        self._release_drainers()
+
+    # --- called by the server -------------------------------------------------------------------------------
+
+    def check(self, now_s: float) -> None:
+        """Judge the client's speed. Called at every tick."""
+        limits = self._premises.limits
+        if self._ends_at_s is not None:
+            if now_s >= self._ends_at_s:
+                self.transport.abort()
+        elif self._stalled_since_s is not None:
+            if now_s - self._stalled_since_s > limits.stalled_write_s:
+                self.transport.abort()
+        elif not self._busy and not self._parser.ready:
+            self._check_reading(now_s, limits)
+
+    def stop(self) -> None:
+        """Take no further request; end now if there is none under way."""
+        if self._responder is not None and not self._responder.started:
+            self._responder.keep_alive = False
+        if not self._busy and not self._parser.ready and self._ends_at_s is None:
+            self._close()
+
+    def cut_off(self) -> None:
+        """End at once what is under way, telling the client so."""
+        self._cut_off = True
+        if self._task is not None:
+            self._task.cancel()
+
+    # --- the connection's task ------------------------------------------------------------------------------
+
+    async def drain(self) -> None:
+        """Wait until the client has taken enough of what was written; returns at once if it has, or has left."""
+        while self._stalled_since_s is not None and not self._lost:
+            waiter = self._premises.loop.create_future()
+            self._drainers.append(waiter)
+            await waiter
+
+    async def _serve(self) -> None:
+        parser = self._parser
+        try:
+            while not self._lost:
+                if not parser.ready:
+                    if parser.ended or self._premises.stopping:
+                        break
+                    await self._next()
+                    continue
+                item = parser.ready.popleft()
+                if not self._reading and not parser.ready:
+                    self._reading = True
+                    self.transport.resume_reading()
+                if isinstance(item, Refusal):
+                    self._refuse(item.error)
+                    return
+                if not await self._answer(item):
+                    break
+        finally:
+            if self._ends_at_s is None:
+                self._close()
+
+    async def _next(self) -> None:
+        self._wake = self._premises.loop.create_future()
+        try:
+            await self._wake
+        finally:
+            self._wake = None
+
+    async def _answer(self, incoming: Incoming) -> bool:
+        """Answer one request; whether the connection may serve another."""
+        self._responder = responder = ConnectionResponder(self, incoming)
+        self._busy = True
+        if self._premises.stopping:
+            responder.keep_alive = False
+        try:
+            await self._call(incoming, responder)
+        except asyncio.CancelledError:
+            if self._cut_off:
+                self._tell(responder, GatewayStopping())
+            raise
+        except KvherdError as error:
+            self._tell(responder, error)
+        except Exception as error:  # noqa: BLE001 - the edge of the process: whatever a handler raised is answered here
+            if not self._lost:
+                _log.exception("request %s failed", incoming.request.request)
+            self._tell(responder, error)
+        self._busy = False
+        self._responder = None
+        self._stage_since_s = self._premises.now_s
+        if self._parser.wants_continue:
+            self._let_client_continue()
+        return responder.keep_alive
+
+    async def _call(self, incoming: Incoming, responder: ConnectionResponder) -> None:
+        premises, request = self._premises, incoming.request
+        if is_data(request.method, request.path):
+            await premises.handler(request, responder)
+        else:
+            self._in_app = True
+            try:
+                http10 = incoming.http10
+                await answer_with_app(
+                    premises.app, request, responder, http10=http10, server=self._server, gone=self._wait_until_gone
+                )
+            finally:
+                self._in_app = False
+        if not responder.ended:
+            raise AnswerUnfinished(f"the answer to {request.method} {request.path} has no end")
+
+    def _tell(self, responder: ConnectionResponder, error: BaseException) -> None:
+        if responder.started:
+            responder.fail_with(error)
+        elif not self._lost:
+            responder.refuse(error)
+
+    def _refuse(self, error: KvherdError) -> None:
+        """Answer in place of a request that could not be read, and leave so that the client can read the answer:
+        closing while its bytes arrive would reset the connection and take the answer along.
+        """
+        nobody = DataRequest("GET", "/", "", [], b"", self._peer, RequestId("unread"))
+        ConnectionResponder(self, Incoming(nobody, keep_alive=False, http10=False)).refuse(error)
+        self._ends_at_s = self._premises.now_s + self._premises.limits.linger_s
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
+
+    async def _wait_until_gone(self) -> None:
+        if not self._lost:
+            if self._gone is None:
+                self._gone = self._premises.loop.create_future()
+            await asyncio.shield(self._gone)
+
+    # --- small steps ----------------------------------------------------------------------------------------
+
+    def _wake_up(self) -> None:
+        if self._wake is not None and not self._wake.done():
+            self._wake.set_result(None)
+
+    def _let_client_continue(self) -> None:
+        if not self._busy and not self._parser.ready:
+            self._parser.wants_continue = False
+            self.transport.write(_CONTINUE)
+
+    def _check_reading(self, now_s: float, limits: RelayLimits) -> None:
+        age_s = now_s - self._stage_since_s
+        if self._stage is _IDLE:
+            if age_s > limits.idle_s:
+                self._close()
+        elif self._stage is _HEAD:
+            if age_s > limits.head_s:
+                self._parser.refuse(CallerTooSlow("headers", limits.head_s))
+        elif now_s - self._read_s > limits.body_idle_s:
+            self._parser.refuse(CallerTooSlow("body", limits.body_idle_s))
+        elif age_s > limits.body_s:
+            self._parser.refuse(CallerTooSlow("body", limits.body_s))
+        if self._parser.ready:
+            self._wake_up()
+
+    def _leave(self) -> None:
+        if self._lost:
+            return
+        self._lost = True
+        if self._responder is not None:
+            self._responder.abandon()
+        self._release_drainers()
+        if self._gone is not None and not self._gone.done():
+            self._gone.set_result(None)
+        if self._task is not None and not self._in_app:
+            self._task.cancel()
+
+    def _release_drainers(self) -> None:
+        for waiter in self._drainers:
+            if not waiter.done():
+                waiter.set_result(None)
+        self._drainers.clear()
+
+    def _close(self) -> None:
+        """Close once what was written has gone out, or by force after a while."""
+        self._ends_at_s = self._premises.now_s + self._premises.limits.stalled_write_s
+        self.transport.close()
+
+
+def _address(transport: asyncio.Transport, which: str) -> str:
+    address = transport.get_extra_info(which)
+    return f"{address[0]}:{address[1]}" if isinstance(address, tuple) else "unix:0"

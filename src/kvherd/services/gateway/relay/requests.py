@@ -1,0 +1,318 @@
+"""Requests out of bytes, strictly and within bounds; no sockets here.
+
+llhttp (through httptools, no leniency) reads the grammar: bare line feeds, obsolete folding, two lengths, a length
+beside an encoding, spaces before colons are errors there. What it leaves open is closed here: no coding but chunked,
+no version but 1.0 and 1.1, exactly one Host in 1.1, bounds on head, body and what surrounds chunks. After any error
+nothing more is read: a parser that lost its place must not guess where the next request begins.
+"""
+
+import random
+from collections import deque
+from dataclasses import dataclass
+from enum import Enum
+from typing import NamedTuple
+
+import httptools
+
+from kvherd.core.errors import BodyTooLarge, FrameInvalid, HeadTooLarge, KvherdError, Unsupported
+from kvherd.core.ids import RequestId
+from kvherd.services.gateway.relay.edge import DataRequest, RelayLimits
+
+
+class Stage(Enum):
+    """Where in a message the bytes so far end."""
+
+    IDLE = "between requests"
+    HEAD = "headers"
+    BODY = "body"
+
+
+_IDLE, _HEAD, _BODY = Stage.IDLE, Stage.HEAD, Stage.BODY
+
+
+class Incoming(NamedTuple):
+    """A request and what its connection must know to answer it."""
+
+    request: DataRequest
+    keep_alive: bool
+    http10: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """No request but an error to answer in its place; the connection ends after it."""
+
+    error: KvherdError
+
+
+class _Refused(Exception):
+    def __init__(self, error: KvherdError) -> None:
+        self.error = error
+
+
+_OF_THE_CONNECTION = frozenset(
+    {b"connection", b"keep-alive", b"proxy-connection", b"te", b"trailer", b"upgrade", b"transfer-encoding", b"expect"}
+)
+_NOTABLE = _OF_THE_CONNECTION | {b"host", b"content-length", b"x-request-id", b"traceparent"}
+_USUAL_TOKENS = frozenset({b"keep-alive", b"close", b"upgrade"})
+_METHODS = {name.encode(): name for name in ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")}
+_REQUEST_ID_BYTES = 128
+_BYTES_AROUND_A_CHUNK = 8
+_random_bits = random.Random().getrandbits
+
+
+class RequestParser:
+    """Feed it bytes; take requests from `ready`, in order.
+
+    `ended` says that nothing more will be read: after a refusal, or after the last request of the connection.
+    `wants_continue` is true while a client waits for `100 Continue` before it sends the body.
+    """
+
+    __slots__ = (
+        "_body",
+        "_body_bytes",
+        "_body_fed",
+        "_body_follows_upgrade",
+        "_chunked",
+        "_connection",
+        "_content_length",
+        "_expect",
+        "_has_request_id",
+        "_has_traceparent",
+        "_head_fed",
+        "_headers",
+        "_hosts",
+        "_http10",
+        "_limits",
+        "_parser",
+        "_peer",
+        "_upgrade",
+        "_url",
+        "ended",
+        "ready",
+        "stage",
+        "wants_continue",
+    )
+
+    def __init__(self, limits: RelayLimits, peer: str) -> None:
+        self._limits = limits
+        self._peer = peer
+        self._parser = httptools.HttpRequestParser(self)
+        self.ready: deque[Incoming | Refusal] = deque()
+        self.ended = False
+        self.stage = _IDLE
+        self.wants_continue = False
+        self._head_fed = 0
+        self._url = b""
+        self._body: list[bytes] = []
+        self.on_message_begin()
+        self.stage = _IDLE
+
+    def feed(self, data: bytes) -> None:
+        if self.ended:
+            return
+        if self.stage is not _BODY:
+            self._head_fed += len(data)
+        elif self._chunked:
+            self._body_fed += len(data)
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserUpgrade as upgrade:
+            self._go_on_without_upgrade(data[upgrade.args[0] :])
+        except httptools.HttpParserCallbackError as error:
+            if not isinstance(error.__context__, _Refused):
+                raise
+            self.refuse(error.__context__.error)
+        except httptools.HttpParserError as error:
+            self.refuse(FrameInvalid("HTTP/1.1", str(error)))
+        if self.stage is not _IDLE:
+            self._check_growth()
+
+    def refuse(self, error: KvherdError) -> None:
+        """Put a refusal behind what is ready, and read nothing more. Does nothing if that is so already."""
+        if not self.ended:
+            self.ended = True
+            self.stage = _IDLE
+            self.wants_continue = False
+            self.ready.append(Refusal(error))
+
+    def close(self) -> None:
+        """Read nothing more, ever. Once only; also lets go of the callbacks, which refer back to this object."""
+        self.ended = True
+        del self._parser
+
+    # --- called by llhttp ---------------------------------------------------------------------------------
+
+    def on_message_begin(self) -> None:
+        self.stage = _HEAD
+        self._headers: list[tuple[bytes, bytes]] = []
+        self._hosts = 0
+        self._connection = b""
+        self._expect = b""
+        self._content_length = b""
+        self._chunked = self._upgrade = self._body_follows_upgrade = False
+        self._has_request_id = self._has_traceparent = False
+
+    def on_url(self, url: bytes) -> None:
+        self._url += url
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        name = name.lower()
+        if self.stage is _BODY:  # a trailer: what comes after the body may not change what was decided before it
+            return
+        if name not in _NOTABLE or self._note(name, value):
+            self._headers.append((name, value))
+
+    def on_headers_complete(self) -> None:
+        version = self._parser.get_http_version()
+        self._http10 = version == "1.0"
+        if self._http10:
+            if self._chunked:
+                raise _Refused(FrameInvalid("HTTP/1.0", "it has no Transfer-Encoding"))
+        elif version != "1.1":
+            raise _Refused(Unsupported(f"HTTP/{version}"))
+        elif self._hosts != 1:
+            raise _Refused(FrameInvalid("HTTP/1.1", f"it has {self._hosts} Host headers and must have one"))
+        self._check_sizes()
+        if self._upgrade or self._expect or self._connection:
+            self._check_rare()
+        self._body_bytes = self._body_fed = 0
+        self.stage = _BODY
+
+    def on_body(self, body: bytes) -> None:
+        self._body.append(body)
+        if self._chunked:
+            self._body_bytes += len(body)
+            if self._body_bytes > self._limits.body_bytes:
+                raise _Refused(BodyTooLarge(self._limits.body_bytes))
+
+    def on_message_complete(self) -> None:
+        if self._body_follows_upgrade:
+            return
+        keep_alive = self._parser.should_keep_alive()
+        self.ready.append(Incoming(self._request(), keep_alive, self._http10))
+        self._url = b""
+        self._head_fed = 0
+        self.stage = _IDLE
+        self.wants_continue = False
+        if not keep_alive:
+            self.ended = True
+
+    # --- rarer parts ----------------------------------------------------------------------------------------
+
+    def _note(self, name: bytes, value: bytes) -> bool:
+        """Remember what matters here; whether the header goes on to the handler."""
+        if name == b"host":
+            self._hosts += 1
+        elif name == b"content-length":
+            self._content_length = value
+        elif name == b"x-request-id":
+            if self._has_request_id or not 0 < len(value) <= _REQUEST_ID_BYTES:
+                return False
+            self._has_request_id = True
+        elif name == b"traceparent":
+            self._has_traceparent = True
+        else:
+            self._note_of_the_connection(name, value.lower())
+            return False
+        return True
+
+    def _note_of_the_connection(self, name: bytes, value: bytes) -> None:
+        if name == b"connection":
+            if value not in _USUAL_TOKENS:
+                self._connection += b"," + value
+        elif name == b"transfer-encoding":
+            if value != b"chunked":
+                self._connection += b",close"
+                self._expect = b"transfer-encoding: " + value
+            self._chunked = True
+        elif name == b"upgrade":
+            self._upgrade = True
+        elif name == b"expect" and not self._expect:
+            self._expect = value
+
+    def _check_sizes(self) -> None:
+        limits = self._limits
+        if self._head_fed > limits.head_bytes:  # perhaps only because a body came with it
+            head = len(self._url) + sum(len(name) + len(value) + 4 for name, value in self._headers)
+            if head > limits.head_bytes:
+                raise _Refused(HeadTooLarge(limits.head_bytes))
+        if self._content_length and int(self._content_length) > limits.body_bytes:
+            raise _Refused(BodyTooLarge(limits.body_bytes))
+
+    def _check_growth(self) -> None:
+        """Refuse what grows without end: a head, or whatever stands around a body's chunks."""
+        if self.stage is _HEAD:
+            if self._head_fed > self._limits.head_bytes:
+                self.refuse(HeadTooLarge(self._limits.head_bytes))
+        elif self._chunked:
+            around = self._limits.head_bytes + _BYTES_AROUND_A_CHUNK * self._body_bytes
+            if self._body_fed > self._body_bytes + around:
+                self.refuse(BodyTooLarge(self._limits.body_bytes))
+
+    def _check_rare(self) -> None:
+        has_body = self._chunked or self._content_length not in {b"", b"0"}
+        if self._expect == b"100-continue":
+            self.wants_continue = has_body and not self._http10
+        elif self._expect:
+            raise _Refused(Unsupported(f"a request with {self._expect.decode('latin-1')!r}"))
+        if self._connection:
+            nominated = {token.strip() for token in self._connection.split(b",")} - {b"host", b"content-length"}
+            self._headers = [header for header in self._headers if header[0] not in nominated]
+            self._has_request_id = self._has_request_id and b"x-request-id" not in nominated
+            self._has_traceparent = self._has_traceparent and b"traceparent" not in nominated
+        self._body_follows_upgrade = self._upgrade and has_body and self._parser.should_upgrade()
+
+    def _go_on_without_upgrade(self, rest: bytes) -> None:
+        """Answer as if no upgrade had been asked for (RFC 9110, 7.8); Java's client asks with every first request.
+
+        llhttp takes what follows the headers for another protocol. If it is this request's body, a parser that was
+        told its length, and nothing else, reads it; such a request is the connection's last.
+        """
+        if not self._body_follows_upgrade:
+            self.feed(rest)
+            return
+        self._body_follows_upgrade = False
+        framing = b"transfer-encoding: chunked" if self._chunked else b"content-length: " + self._content_length
+        method = self._parser.get_method()
+        self._parser = httptools.HttpRequestParser(_BodyOnly(self))
+        self._parser.feed_data(method + b" / HTTP/1.1\r\nconnection: close\r\n" + framing + b"\r\n\r\n")
+        self.feed(rest)
+
+    def _request(self) -> DataRequest:
+        headers = self._headers
+        method = self._parser.get_method()
+        if not self._has_request_id:
+            made = b"%032x" % _random_bits(128)
+            headers.append((b"x-request-id", made))
+        else:
+            made = next(value for name, value in headers if name == b"x-request-id")
+        if not self._has_traceparent:
+            headers.append((b"traceparent", b"00-%032x-%016x-01" % (_random_bits(128) | 1, _random_bits(64) | 1)))
+        parts = self._body
+        body = b"" if not parts else parts[0] if len(parts) == 1 else b"".join(parts)
+        self._body = []
+        path, _, query = self._url.decode("latin-1").partition("?")
+        if not path.startswith("/"):
+            if method == b"CONNECT":
+                raise _Refused(Unsupported("CONNECT"))
+            path = _path_of(path)
+        name = _METHODS.get(method) or method.decode("latin-1")
+        return DataRequest(name, path, query, headers, body, self._peer, RequestId(made.decode("latin-1")))
+
+
+class _BodyOnly:
+    """Hands on a body and its end, and none of the head that stands before it."""
+
+    def __init__(self, parser: RequestParser) -> None:
+        self.on_body = parser.on_body
+        self.on_message_complete = parser.on_message_complete
+
+
+def _path_of(target: str) -> str:
+    """The path of a target in absolute form; `*` stays itself."""
+    _, scheme, rest = target.partition("://")
+    if not scheme:
+        return target
+    _, slash, path = rest.partition("/")
+    return slash + path if slash else "/"

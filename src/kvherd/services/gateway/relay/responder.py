@@ -1,0 +1,196 @@
+"""Answers into bytes: one object for each request, so that nothing said late can reach the next answer."""
+
+import asyncio
+import socket
+import struct
+from collections.abc import Sequence
+from http import HTTPStatus
+from typing import Protocol
+
+import msgspec
+
+from kvherd.core.errors import NoWorker, WorkerFailed
+from kvherd.core.ids import WorkerId
+from kvherd.services.gateway.relay.requests import Incoming
+from kvherd.wire.openai.errors import error_body, error_object
+
+
+class Outlet(Protocol):
+    """The connection as an answer sees it."""
+
+    transport: asyncio.Transport
+
+    async def drain(self) -> None: ...
+
+
+_STATUS_LINES = {status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\n".encode() for status in HTTPStatus}
+_OF_THE_CONNECTION = frozenset(
+    {b"connection", b"keep-alive", b"proxy-connection", b"te", b"trailer", b"upgrade", b"transfer-encoding"}
+)
+_NOTABLE = _OF_THE_CONNECTION | {b"content-length", b"content-type", b"x-request-id"}
+_BODYLESS = frozenset({204, 304})
+_WITHOUT_LENGTH = -1
+
+
+class HeaderUnsafe(ValueError):
+    """A header of an answer held a line break or had no valid form; sending it would let it forge others."""
+
+
+class ConnectionResponder:
+    """`ports.worker.Responder` for one request of one connection.
+
+    After `start`, `keep_alive` says whether the connection may serve another request once this answer has ended.
+    """
+
+    __slots__ = (
+        "_chunked",
+        "_ended",
+        "_incoming",
+        "_left",
+        "_outlet",
+        "_silent",
+        "_sse",
+        "_tail",
+        "keep_alive",
+        "started",
+    )
+
+    def __init__(self, outlet: Outlet, incoming: Incoming) -> None:
+        self._outlet = outlet
+        self._incoming = incoming
+        self.keep_alive = incoming.keep_alive
+        self.started = False
+        self._ended = False
+        self._chunked = False
+        self._silent = False
+        self._sse = False
+        self._left = _WITHOUT_LENGTH
+        self._tail = b""
+
+    @property
+    def ended(self) -> bool:
+        return self._ended
+
+    def start(self, status: int, headers: Sequence[tuple[bytes, bytes]]) -> None:
+        if self.started:
+            raise RuntimeError("an answer starts once")
+        if self._ended:
+            self.started = True
+            return
+        request, _, http10 = self._incoming
+        parts = [_STATUS_LINES.get(status) or b"HTTP/1.1 %d \r\n" % status]
+        has_id = False
+        for name, value in headers:
+            lower = name.lower()
+            if lower in _NOTABLE:
+                if lower in _OF_THE_CONNECTION:
+                    continue
+                has_id = has_id or lower == b"x-request-id"
+                self._note(lower, value)
+            parts.append(b"%b: %b\r\n" % (name, value))
+        if not has_id:
+            parts.append(b"x-request-id: %b\r\n" % request.request.encode("latin-1"))
+        self._silent = request.method == "HEAD" or status in _BODYLESS
+        if self._left == _WITHOUT_LENGTH and not self._silent:
+            self._delimit(parts, http10=http10)
+        if not self.keep_alive:
+            parts.append(b"connection: close\r\n")
+        elif http10:
+            parts.append(b"connection: keep-alive\r\n")
+        lines = len(parts)
+        parts.append(b"\r\n")
+        head = b"".join(parts)
+        if head.count(b"\n") != lines + 1 or head.count(b"\r") != lines + 1:
+            raise HeaderUnsafe("a header of the answer holds a line break")
+        self.started = True
+        self._outlet.transport.write(head)
+
+    def write(self, data: bytes) -> None:
+        if self._ended or self._silent or not data:
+            return
+        if self._chunked:
+            self._tail = data
+            self._outlet.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+            return
+        if self._left != _WITHOUT_LENGTH:
+            if len(data) > self._left:  # more than was declared would be read as the next answer
+                data = data[: self._left]
+                self.keep_alive = False
+            self._left -= len(data)
+        self._outlet.transport.write(data)
+
+    def end(self) -> None:
+        if self._ended:
+            return
+        if not self._silent and self._left > 0:
+            self._cut()
+            return
+        self._ended = True
+        if self._chunked:
+            self._outlet.transport.write(b"0\r\n\r\n")
+
+    def fail(self, reason: str) -> None:
+        self.fail_with(WorkerFailed(WorkerId("the worker"), reason), message=reason)
+
+    def fail_with(self, error: BaseException, *, message: str | None = None) -> None:
+        """`fail` with an error's own type and code in the event."""
+        if self._ended:
+            return
+        if not (self._sse and self._chunked):
+            self._cut()
+            return
+        told = error_object(error)
+        if message is not None:
+            told["message"] = message
+        apart = b"" if self._tail.endswith(b"\n\n") or not self._tail else b"\n\n"
+        self.write(apart + b"data: " + msgspec.json.encode({"error": told}) + b"\n\n")
+        self.end()
+
+    def refuse(self, error: BaseException) -> None:
+        """Answer with an error, in place of everything else. Only before `start`."""
+        status, body = error_body(error)
+        headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
+        if status == HTTPStatus.SERVICE_UNAVAILABLE:
+            headers.append((b"retry-after", b"%d" % retry_after_s(error)))
+        self.start(status, headers)
+        self.write(body)
+        self.end()
+
+    def _note(self, name: bytes, value: bytes) -> None:
+        if name == b"content-length":
+            self._left = int(value)
+        elif name == b"content-type":
+            self._sse = value.startswith(b"text/event-stream")
+
+    def _delimit(self, parts: list[bytes], *, http10: bool) -> None:
+        if http10:
+            self.keep_alive = False
+        else:
+            self._chunked = True
+            parts.append(b"transfer-encoding: chunked\r\n")
+
+    def abandon(self) -> None:
+        """The client is gone: from now on every call does nothing."""
+        self._ended = True
+        self.keep_alive = False
+
+    async def drain(self) -> None:
+        if not self._ended:
+            await self._outlet.drain()
+
+    def _cut(self) -> None:
+        """Close without an end, so that no client takes the part for the whole."""
+        self._ended = True
+        self.keep_alive = False
+        transport = self._outlet.transport
+        if self._chunked or self._left > 0 or self._silent:
+            transport.close()
+        else:  # the end of such an answer is the end of the connection: only a reset differs from it
+            connection = transport.get_extra_info("socket")
+            if connection is not None:
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            transport.abort()
+
+
+def retry_after_s(error: BaseException) -> int:
+    return error.retry_after_s if isinstance(error, NoWorker) else 1

@@ -1,0 +1,126 @@
+"""The listening side of the relay, from binding its port to letting the last stream end."""
+
+import asyncio
+import errno
+import socket
+from types import TracebackType
+from typing import Self
+
+from kvherd.core.errors import OptionInvalid, PortInUse
+from kvherd.services.gateway.relay.connection import Connection, Premises
+from kvherd.services.gateway.relay.edge import AsgiApp, DataHandler, RelayLimits
+
+_BACKLOG = 2048
+_FAREWELL_S = 1.0
+
+
+class RelayServer:
+    """An async context manager: inside it, requests are answered.
+
+    Entering raises `PortInUse` or `OptionInvalid`. The port is bound without SO_REUSEPORT, so that two gateways never
+    share it by accident. Leaving stops accepting, lets answers under way finish for up to `limits.drain_s`, ends the
+    rest with an error event or a 503, and returns when no connection and no task is left.
+    """
+
+    def __init__(
+        self,
+        handler: DataHandler,
+        app: AsgiApp,
+        *,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        limits: RelayLimits | None = None,
+        port_option: str = "--port",
+        host_option: str = "--host",
+    ) -> None:
+        self._handler = handler
+        self._app = app
+        self._host = host
+        self._port = port
+        self._limits = limits or RelayLimits()
+        self._port_option = port_option
+        self._host_option = host_option
+        self._group = asyncio.TaskGroup()
+
+    @property
+    def port(self) -> int:
+        """The port in use; known once entered."""
+        return self._port
+
+    @property
+    def connections(self) -> int:
+        return len(self._premises.connections)
+
+    async def __aenter__(self) -> Self:
+        listener = self._bind()
+        self._port = listener.getsockname()[1]
+        loop = asyncio.get_running_loop()
+        premises = Premises(self._handler, self._app, self._limits, self._group, loop, now_s=loop.time())
+        self._premises = premises
+        await self._group.__aenter__()
+        try:
+            self._server = await loop.create_server(lambda: Connection(premises), sock=listener, backlog=_BACKLOG)
+        except BaseException:
+            listener.close()
+            await self._group.__aexit__(None, None, None)
+            raise
+        self._ticking = self._group.create_task(self._tick())
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            await self._drain()
+        finally:
+            for connection in list(self._premises.connections):
+                connection.transport.abort()
+            self._ticking.cancel()
+            await self._group.__aexit__(None, None, None)
+
+    async def _drain(self) -> None:
+        premises = self._premises
+        self._server.close()
+        premises.stopping = True
+        for connection in list(premises.connections):
+            connection.stop()
+        if not premises.connections or await self._deserted_within(self._limits.drain_s):
+            return
+        for connection in list(premises.connections):
+            connection.cut_off()
+        await self._deserted_within(_FAREWELL_S)
+
+    async def _deserted_within(self, bound_s: float) -> bool:
+        try:
+            async with asyncio.timeout(bound_s):
+                await self._premises.deserted.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    async def _tick(self) -> None:
+        premises = self._premises
+        while True:
+            await asyncio.sleep(self._limits.tick_s)
+            premises.now_s = premises.loop.time()
+            for connection in list(premises.connections):
+                connection.check(premises.now_s)
+
+    def _bind(self) -> socket.socket:
+        try:
+            found = socket.getaddrinfo(self._host, self._port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        except (OSError, UnicodeError) as error:
+            raise OptionInvalid(self._host_option, f"{self._host!r} is no address of this machine: {error}") from None
+        family, kind, protocol, _, address = found[0]
+        listener = socket.socket(family, kind, protocol)
+        try:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # past connections in TIME_WAIT do not count
+            listener.bind(address)
+            listener.listen(_BACKLOG)  # now, since two sockets may bind one port as long as neither listens
+            listener.setblocking(False)
+        except OSError as error:
+            listener.close()
+            if error.errno == errno.EADDRINUSE:
+                raise PortInUse(self._port, self._port_option) from None
+            raise OptionInvalid(self._host_option, f"cannot listen on {self._host}:{self._port}: {error}") from None
+        return listener
