@@ -7,6 +7,7 @@ table is a defect and leaves as 500 / INTERNAL without its text.
 from dataclasses import dataclass
 
 from kvherd.core import errors
+from kvherd.core.ids import WorkerId
 from kvherd.core.kv import stream
 
 
@@ -77,3 +78,19 @@ def public_message(error: BaseException) -> str:
     if isinstance(error, errors.KvherdError):
         return str(error)
     return "an unforeseen error occurred; the log of this process has it under the request id"
+
+
+def worker_error(worker: WorkerId, grpc: str, details: str, *, what: str, after_s: float) -> errors.WorkerError:
+    """What a worker's gRPC status means for whoever called `what` on it; `after_s` is how long they waited."""
+    reason = details or f"status {grpc}"
+    match grpc:
+        case "UNAVAILABLE":
+            return errors.WorkerUnreachable(worker, reason)
+        case "DEADLINE_EXCEEDED":
+            return errors.WorkerTimedOut(worker, after_s)
+        case "UNIMPLEMENTED":
+            return errors.WorkerUnsupported(worker, what)
+        case "INTERNAL" | "UNKNOWN" | "DATA_LOSS" | "CANCELLED":
+            return errors.WorkerFailed(worker, reason)
+        case _:
+            return errors.WorkerRefused(worker, reason)
