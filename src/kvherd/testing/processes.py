@@ -89,7 +89,7 @@ class KvherdProcess:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if error is not None:
-            print(f"--- {' '.join(self.words)}\n{self.said}", file=sys.stderr)
+            error.add_note(f"kvherd {' '.join(self.words)} said:\n{self.said}")
         for pid in self.family():
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
