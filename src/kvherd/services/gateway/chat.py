@@ -1,0 +1,328 @@
+"""The data path: one request from its body to a worker's answer.
+
+    read what routing needs → who may serve it → what each of them holds → choose → forward → remember what was seen
+
+A worker that fails before its first byte is replaced by another, within a budget; after it, the answer ends with an
+error event. What was forwarded is what the client sent.
+"""
+
+import asyncio
+import json
+import logging
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from kvherd.core.errors import (
+    CallerError,
+    FieldInvalid,
+    KvherdError,
+    ModelUnknown,
+    NoWorker,
+    WorkerError,
+    WorkerFailed,
+    WorkerRefused,
+    WorkerTimedOut,
+    WorkerUnreachable,
+    WorkerUnsupported,
+)
+from kvherd.core.fleet.retry_budget import RetryBudget
+from kvherd.core.fleet.roster import Member
+from kvherd.core.ids import RequestId, WorkerId
+from kvherd.core.routing.candidate import Ask
+from kvherd.core.routing.policy import Explanation, Policy
+from kvherd.ports.worker import Call, Responder
+from kvherd.services.gateway.credit import Credit, Match
+from kvherd.services.gateway.fleet import Fleet
+from kvherd.services.gateway.metrics import GatewayMetrics
+from kvherd.services.gateway.prompts import EncodingCache, Prompt, read_prompt
+from kvherd.services.gateway.witness import SeenUsage, Witness
+from kvherd.wire.fleet_json import explanation_header
+from kvherd.wire.openai.routing import Peek, peek
+
+access = logging.getLogger("kvherd.access")
+log = logging.getLogger(__name__)
+
+NO_MATCH = Match()
+
+STATEFUL_PATHS = frozenset({"/v1/responses"})
+"""A second try could store a conversation twice."""
+
+
+class Incoming(Protocol):
+    """A complete request, as the relay hands it over; header names in lower case."""
+
+    @property
+    def method(self) -> str: ...
+    @property
+    def target(self) -> str: ...
+    @property
+    def path(self) -> str: ...
+    @property
+    def headers(self) -> Sequence[tuple[bytes, bytes]]: ...
+    @property
+    def body(self) -> bytes: ...
+    @property
+    def request(self) -> RequestId: ...
+
+
+@dataclass(frozen=True, slots=True)
+class PathConfig:
+    """`tries` counts the first. `first_byte_s` is how long a worker may take to begin its answer."""
+
+    tries: int = 3
+    first_byte_s: float = 600.0
+
+
+@dataclass(slots=True)
+class Turn:
+    """One request on its way, and what became of it."""
+
+    incoming: Incoming
+    request: RequestId
+    asked: Peek
+    model: str
+    prompt: Prompt
+    witness: Witness
+    began_s: float
+    explain: bool
+    tried: dict[WorkerId, WorkerError] = field(default_factory=dict)
+    last_error: WorkerError | None = None
+    member: Member | None = None
+    predicted: int | None = None
+    sent_at_s: float = 0.0
+    uncached: int = 0
+    ahead_tokens: float = 0.0
+    overlapped: bool = False
+    outcome: str = "unserved"
+
+
+class DataPath:
+    """Answers the requests of the data path; the relay's `DataHandler`."""
+
+    def __init__(
+        self,
+        *,
+        fleet: Fleet,
+        policy: Policy,
+        credit: Credit,
+        metrics: GatewayMetrics,
+        config: PathConfig | None = None,
+        dice: Callable[[], float] = random.random,
+    ) -> None:
+        self._fleet = fleet
+        self._policy = policy
+        self._credit = credit
+        self._metrics = metrics
+        self._config = config or PathConfig()
+        self._dice = dice
+        self._encodings = EncodingCache()
+        self._budget = RetryBudget()
+        self._alive: set[RequestId] = set()
+
+    async def __call__(self, incoming: Incoming, responder: Responder) -> None:
+        turn = await self._read(incoming, responder)
+        self._alive.add(turn.request)
+        try:
+            await self._serve(turn)
+            turn.outcome = "broken" if turn.witness.failure else "answered"
+        except asyncio.CancelledError:
+            turn.outcome = "left"
+            raise
+        except KvherdError as error:
+            turn.outcome = type(error).__name__
+            raise
+        finally:
+            self._alive.discard(turn.request)
+            self._close(turn)
+
+    async def _read(self, incoming: Incoming, responder: Responder) -> Turn:
+        """What routing needs of a request. Raises a `CallerError` or `NoWorker`."""
+        began_s = self._now_s()
+        asked = peek(incoming.body)
+        model = self._model(asked.model)
+        tokenizer = self._fleet.tokenizer(model) if self._policy.needs_tokens else None
+        if self._policy.remembers_prompts:
+            prompt = await read_prompt(incoming.path, incoming.body, asked, tokenizer, self._encodings)
+        else:
+            prompt = Prompt(incoming.body)
+        explain = any(name == b"x-kvherd-explain" and value == b"1" for name, value in incoming.headers)
+        witness = Witness(responder, clock=self._now_s)
+        return Turn(incoming, self._unique(incoming.request), asked, model, prompt, witness, began_s, explain)
+
+    async def _serve(self, turn: Turn) -> None:
+        """Choose and forward until a worker begins an answer. Raises a `KvherdError` if none does."""
+        self._budget.earn()
+        while True:
+            explanation, matches = self._choose(turn)
+            member = self._fleet.roster.get(explanation.chosen.worker) if explanation.chosen else None
+            if member is None:
+                raise self._nobody(turn, explanation)
+            if turn.last_error is not None:
+                self._admit_retry(turn, turn.last_error)
+            self._name(turn, member, matches, explanation)
+            try:
+                await self._forward(turn, member)
+            except WorkerError as error:
+                if not turn.witness.started:
+                    turn.tried[member.worker] = turn.last_error = error
+                    continue
+                log.warning("request %s broke off: %s", turn.request, error)
+                if not turn.witness.over:
+                    turn.witness.fail(str(error))
+            return
+
+    def _choose(self, turn: Turn) -> tuple[Explanation, Mapping[WorkerId, Match]]:
+        now_s = self._now_s()
+        members = self._fleet.roster.select(lambda one: one.worker not in turn.tried)
+        matches = self._credit.matches(turn.prompt, members) if self._policy.remembers_prompts else {}
+        tokens = turn.prompt.tokens
+        candidates = []
+        for member in members:
+            match = matches.get(member.worker, NO_MATCH)
+            candidates.append(member.candidate(now_s, matched_tokens=match.tokens, prompt_tokens=tokens, kv=match.kv))
+        ask = Ask(turn.model, tokens, affinity=turn.asked.user or "")
+        return self._policy.choose(ask, candidates, self._dice), matches
+
+    def _name(self, turn: Turn, member: Member, matches: Mapping[WorkerId, Match], explanation: Explanation) -> None:
+        """Say in the answer's headers who serves it, and what is expected to be cached there."""
+        turn.member = member
+        match = matches.get(member.worker, NO_MATCH)
+        turn.predicted = match.tokens if turn.prompt.token_ids is not None else None
+        turn.witness.headers = [(b"x-kvherd-worker", member.worker.encode())]
+        if turn.predicted is not None:
+            turn.witness.headers.append((b"x-kvherd-predicted-cached-tokens", b"%d" % turn.predicted))
+        if turn.explain:
+            turn.witness.headers.append((b"x-kvherd-explain", explanation_header(explanation)))
+
+    async def _forward(self, turn: Turn, member: Member) -> None:
+        """One try at one worker. Raises its `WorkerError`; the worker's health learns from it."""
+        turn.uncached = turn.prompt.tokens - (turn.predicted or 0)
+        turn.overlapped = bool(member.in_flight)
+        turn.sent_at_s = self._now_s()
+        turn.ahead_tokens = member.begin(
+            turn.request, prompt_tokens=turn.prompt.tokens, uncached_tokens=turn.uncached, now_s=turn.sent_at_s
+        )
+        self._credit.sent(turn.request, turn.prompt, member)
+        try:
+            async with asyncio.timeout(self._config.first_byte_s) as patience:
+                turn.witness.on_start = lambda: patience.reschedule(None)
+                turn.witness.on_first_byte = lambda: member.prefilled(turn.request, now_s=self._now_s())
+                await self._fleet.worker(member.worker).forward(self._call(turn), turn.witness)
+        except TimeoutError:
+            late = WorkerTimedOut(member.worker, self._config.first_byte_s)
+            self._fleet.request_failed(member, late)
+            raise late from None
+        except WorkerError as error:
+            self._learn_of_failure(member, error)
+            raise
+        except (CallerError, asyncio.CancelledError):
+            member.breaker.abandoned()
+            raise
+        else:
+            self._fleet.request_succeeded(member)
+        finally:
+            turn.overlapped = turn.overlapped or len(member.in_flight) > 1
+            self._fleet.request_ended(member, turn.request)
+            self._credit.ended(turn.request)
+
+    def _learn_of_failure(self, member: Member, error: WorkerError) -> None:
+        if isinstance(error, WorkerRefused | WorkerUnsupported):
+            member.breaker.abandoned()  # it is well, and said no
+        else:
+            self._fleet.request_failed(member, error)
+
+    def _call(self, turn: Turn) -> Call:
+        incoming = turn.incoming
+        return Call(
+            method=incoming.method,
+            path=incoming.target,
+            headers=incoming.headers,
+            body=incoming.body,
+            request=turn.request,
+            model=turn.model,
+            stream=turn.asked.streams,
+            prompt_token_ids=None if turn.prompt.several else turn.prompt.token_ids,
+        )
+
+    def _admit_retry(self, turn: Turn, error: WorkerError) -> None:
+        """Raises `error` if the request may not be tried once more."""
+        stateful = turn.incoming.path in STATEFUL_PATHS and not isinstance(error, WorkerUnsupported)
+        if stateful or len(turn.tried) >= self._config.tries or not self._budget.spend():
+            raise error
+        self._metrics.retried(error.worker)
+
+    def _nobody(self, turn: Turn, explanation: Explanation) -> KvherdError:
+        """Why nobody serves it: a worker's own refusal if one was asked, else what rules each of them out."""
+        for error in turn.tried.values():
+            if not isinstance(error, WorkerUnreachable | WorkerFailed):
+                return error
+        reasons = [f"{one.candidate.worker} {one.reason}" for one in explanation.ruled_out]
+        return NoWorker(turn.model, (*map(str, turn.tried.values()), *reasons))
+
+    def _model(self, asked: str | None) -> str:
+        """The model that is meant. Raises `ModelUnknown`, `FieldInvalid` or `NoWorker`."""
+        served = self._fleet.roster.models()
+        if asked in served:
+            return asked or ""
+        if not served:
+            reasons = tuple(f"{one.worker} {one.unavailable(self._now_s())}" for one in self._fleet.roster)
+            raise NoWorker(asked or "", reasons)
+        if asked:
+            raise ModelUnknown(asked, served)
+        if len(served) > 1:
+            raise FieldInvalid("model", f"is missing; name one of {', '.join(served)}")
+        return served[0]
+
+    def _unique(self, request: RequestId) -> RequestId:
+        """A client may use one id for several requests; a worker may not be given one twice at a time."""
+        number, unique = 1, request
+        while unique in self._alive:
+            number += 1
+            unique = RequestId(f"{request}-{number}")
+        return unique
+
+    def _close(self, turn: Turn) -> None:
+        """Learn from what was seen, and write one line about it; never a prompt."""
+        usage = turn.witness.usage()
+        first_byte_at_s = turn.witness.first_byte_at_s
+        ttft_s = None if first_byte_at_s is None else first_byte_at_s - turn.began_s
+        if turn.member is not None and turn.outcome == "answered" and turn.witness.status == 200:
+            self._learn(turn, turn.member, usage)
+        self._metrics.ended(turn.member.worker if turn.member else "", turn.model, turn.outcome, ttft_s)
+        access.info(
+            json.dumps(
+                {
+                    "request": turn.request,
+                    "path": turn.incoming.path,
+                    "model": turn.model,
+                    "worker": turn.member.worker if turn.member else None,
+                    "outcome": turn.outcome,
+                    "status": turn.witness.status or None,
+                    "tries": len(turn.tried) + (turn.outcome == "answered"),
+                    "prompt_tokens": usage.prompt_tokens,
+                    "completion_tokens": usage.completion_tokens,
+                    "predicted_cached_tokens": turn.predicted,
+                    "cached_tokens": usage.cached_tokens,
+                    "ttft_s": None if ttft_s is None else round(ttft_s, 6),
+                    "seconds": round(self._now_s() - turn.began_s, 6),
+                }
+            )
+        )
+
+    def _learn(self, turn: Turn, member: Member, usage: SeenUsage) -> None:
+        """Prefill rate and truth. The prefill of an answer that does not stream ends unseen and teaches no rate."""
+        cached = usage.cached_tokens
+        if turn.predicted is not None:
+            member.truth.answered(predicted=turn.predicted, reported=cached, overlapped=turn.overlapped)
+            self._metrics.cached(member.worker, turn.predicted, cached)
+        first_byte_at_s = turn.witness.first_byte_at_s
+        if turn.asked.streams and first_byte_at_s is not None:
+            prompt_tokens = turn.prompt.tokens if usage.prompt_tokens is None else usage.prompt_tokens
+            known = turn.predicted if cached is None else cached
+            computed = turn.ahead_tokens - turn.uncached + max(0, prompt_tokens - (known or 0))
+            member.rate.observe(int(computed), first_byte_at_s - turn.sent_at_s)
+
+    def _now_s(self) -> float:
+        return asyncio.get_running_loop().time()

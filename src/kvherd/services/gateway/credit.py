@@ -1,0 +1,90 @@
+"""How many tokens of a prompt each worker is credited with, and from what that is known."""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from kvherd.core.fleet.roster import Member
+from kvherd.core.ids import PrefixHash, RequestId, WorkerId
+from kvherd.core.kv.index import Holder, PrefixIndex
+from kvherd.core.routing.candidate import KvKnowledge
+from kvherd.core.routing.optimistic import OptimisticBlocks
+from kvherd.core.routing.prefix_memory import PrefixMemory
+from kvherd.services.gateway.prompts import BYTES_PER_TOKEN, TEXT_BLOCK_BYTES, Prompt
+
+USUAL_BLOCK = 16
+"""Used where a worker does not tell its block size, and only for what is an estimate anyway."""
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    tokens: int = 0
+    kv: KvKnowledge = KvKnowledge.UNTOLD
+
+
+class Credit:
+    """Joins the index, the blocks on their way, and the memory of what was sent to workers that tell nothing."""
+
+    def __init__(self, index: PrefixIndex, knowledge: Callable[[WorkerId], KvKnowledge]) -> None:
+        self._index = index
+        self._knowledge = knowledge
+        self._coming = OptimisticBlocks()
+        self._memory = PrefixMemory()
+
+    def matches(self, prompt: Prompt, members: Iterable[Member]) -> dict[WorkerId, Match]:
+        found: dict[tuple[str, int], dict[Holder, int]] = {}
+        return {member.worker: self._match(prompt, member, found) for member in members}
+
+    def sent(self, request: RequestId, prompt: Prompt, member: Member) -> None:
+        """The request is on its way to that worker."""
+        if self._knowledge(member.worker) is KvKnowledge.UNTOLD:
+            self._memory.sent(member.worker, self._estimated_chain(prompt, member))
+        else:
+            self._coming.hold(request, member.worker, self._chain(prompt, member))
+
+    def ended(self, request: RequestId) -> None:
+        self._coming.release(request)
+
+    def cleared(self, worker: WorkerId) -> None:
+        """Its cache was flushed, or it is another process now."""
+        self._memory.forget(worker)
+
+    def _match(self, prompt: Prompt, member: Member, found: dict[tuple[str, int], dict[Holder, int]]) -> Match:
+        kv = self._knowledge(member.worker)
+        if kv is KvKnowledge.QUARANTINED:
+            return Match(0, kv)
+        if kv is KvKnowledge.UNTOLD:
+            chain = self._estimated_chain(prompt, member)
+            blocks = self._memory.match(member.worker, chain)
+            return Match(blocks * self._estimated_block_tokens(prompt, member), kv)
+        chain = self._chain(prompt, member)
+        alike = (_namespace(member), member.block_size)  # these workers share the prompt's chain, and one look-up
+        if alike not in found:
+            found[alike] = self._index.match(chain)
+        held = self._coming.extend(member.worker, chain, _held(found[alike], member))
+        # The last token is always computed: its logits are the answer's first.
+        most = (prompt.tokens - 1) // member.block_size if member.block_size else 0
+        return Match(max(0, min(held, most)) * member.block_size, kv)
+
+    def _chain(self, prompt: Prompt, member: Member) -> Sequence[PrefixHash]:
+        return prompt.chain(self._index.hasher, _namespace(member), member.block_size)
+
+    def _estimated_chain(self, prompt: Prompt, member: Member) -> Sequence[PrefixHash]:
+        if prompt.token_ids is None:
+            return prompt.text_chain(self._index.hasher, _namespace(member))
+        return prompt.chain(self._index.hasher, _namespace(member), member.block_size or USUAL_BLOCK)
+
+    def _estimated_block_tokens(self, prompt: Prompt, member: Member) -> int:
+        if prompt.token_ids is None:
+            return TEXT_BLOCK_BYTES // BYTES_PER_TOKEN
+        return member.block_size or USUAL_BLOCK
+
+
+def _held(found: dict[Holder, int], member: Member) -> int:
+    """Leading blocks that every rank holds: which of them a worker uses is its own choice."""
+    counts = [blocks for holder, blocks in found.items() if holder.worker == member.worker]
+    return min(counts) if len(counts) >= max(1, member.ranks) else 0
+
+
+def _namespace(member: Member) -> str:
+    """The name that the worker's blocks are indexed under: of several names for one model, the first."""
+    return member.models[0] if member.models else ""

@@ -1,0 +1,311 @@
+"""The fleet: who is in it, what each is, and how it is. One task tends each worker for as long as it is a member."""
+
+import asyncio
+import contextlib
+import logging
+import random
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Protocol, Self
+from urllib.parse import urlsplit
+
+from kvherd.core.errors import KvherdError, OptionInvalid, WorkerError, WorkerTimedOut, WorkerUnreachable
+from kvherd.core.fleet.health import Down, Up
+from kvherd.core.fleet.roster import Member, Roster
+from kvherd.core.ids import RequestId, WorkerId
+from kvherd.ports.completions import Tokenizer
+from kvherd.ports.kv_feed import KvFeed
+from kvherd.ports.worker import Worker, WorkerFacts
+from kvherd.services.gateway.orders import Addressee
+
+log = logging.getLogger(__name__)
+
+WorkerFactory = Callable[[str], Worker]
+"""Makes a worker from its URL; connects to nothing yet."""
+
+FeedFactory = Callable[[str], KvFeed]
+"""Makes a source of KV events from the gRPC URL that has them."""
+
+TokenizerFactory = Callable[[str], Awaitable[Tokenizer]]
+"""Fetches the tokenizer that the engine behind this gRPC URL uses. Raises a `KvherdError`."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSpec:
+    """A worker as an operator names it. `events` is where its KV events are, if that is not its own to say."""
+
+    url: str
+    events: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class FleetConfig:
+    probe_period_s: float = 2.0
+    probe_deadline_s: float = 2.0
+    detect_deadline_s: float = 5.0
+    tokenizer_deadline_s: float = 30.0
+    retry_s: float = 0.25
+    max_retry_s: float = 5.0
+    drain_s: float = 30.0
+    max_workers: int = 1024
+
+
+class Following(Protocol):
+    """Keeps an index true to the KV events of the workers it was given."""
+
+    def add(self, worker: WorkerId, feed: KvFeed, *, model: str) -> None: ...
+
+    def remove(self, worker: WorkerId) -> None: ...
+
+
+class Fleet:
+    """Adds, tends and removes workers; an async context manager that owns all of their connections."""
+
+    def __init__(
+        self,
+        *,
+        worker_factory: WorkerFactory,
+        feed_factory: FeedFactory,
+        tokenizer_factory: TokenizerFactory,
+        following: Following,
+        config: FleetConfig | None = None,
+        on_restart: Callable[[WorkerId], None] = lambda _: None,
+        dice: Callable[[], float] = random.random,
+    ) -> None:
+        self.roster = Roster()
+        self._config = config or FleetConfig()
+        self._worker_factory = worker_factory
+        self._feed_factory = feed_factory
+        self._tokenizer_factory = tokenizer_factory
+        self._following = following
+        self._on_restart = on_restart
+        self._dice = dice
+        self._workers: dict[WorkerId, Worker] = {}
+        self._tending: dict[WorkerId, asyncio.Task[None]] = {}
+        self._wakes: dict[WorkerId, asyncio.Event] = {}
+        self._leaving: dict[WorkerId, asyncio.Task[bool]] = {}
+        self._last_ended: dict[WorkerId, asyncio.Event] = {}
+        self._tokenizers: dict[str, Tokenizer] = {}
+        self._group = asyncio.TaskGroup()
+
+    async def __aenter__(self) -> Self:
+        await self._group.__aenter__()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for task in (*self._tending.values(), *self._leaving.values()):
+            task.cancel()
+        try:
+            await self._group.__aexit__(kind, error, trace)
+        finally:
+            for worker in self._workers.values():
+                await worker.close()
+
+    def add(self, spec: WorkerSpec) -> Member:
+        """Register a worker; one that is registered already is answered as it is. Raises `OptionInvalid`."""
+        url = normal_url(spec.url, "url")
+        events = normal_url(spec.events, "events", schemes=("grpc",)) if spec.events else None
+        worker = WorkerId(url)
+        known = self.roster.get(worker)
+        if known is not None:
+            return known
+        if len(self.roster) >= self._config.max_workers:
+            raise OptionInvalid("url", f"{self._config.max_workers} workers are registered already, the limit here")
+        member = Member(worker, events_url=events)
+        self.roster.join(member)
+        self._workers[worker] = self._worker_factory(url)
+        self._wakes[worker] = asyncio.Event()
+        self._tending[worker] = self._group.create_task(self._tend(member), name=f"tend {worker}")
+        return member
+
+    async def remove(self, worker: WorkerId, *, drain_s: float | None = None) -> bool:
+        """Take no new request there, wait for those under way, and let it go; whether all of them ended in time.
+
+        Goes on when the caller leaves. A second call joins the first.
+        """
+        if worker not in self._leaving:
+            bound_s = self._config.drain_s if drain_s is None else drain_s
+            self._leaving[worker] = self._group.create_task(self._leave(worker, bound_s), name=f"drain {worker}")
+        return await asyncio.shield(self._leaving[worker])
+
+    def worker(self, worker: WorkerId) -> Worker:
+        """The connection to a member. Raises `KeyError` if it is none."""
+        return self._workers[worker]
+
+    def tokenizer(self, model: str) -> Tokenizer | None:
+        """The tokenizer of a model, if any worker that serves it has told it."""
+        return self._tokenizers.get(model)
+
+    def addressees(self) -> list[Addressee]:
+        return [Addressee(self._workers[one.worker], one.kind) for one in self.roster]
+
+    def request_succeeded(self, member: Member) -> None:
+        """A request there was answered: a passive sign of health."""
+        member.breaker.succeeded(self._now_s())
+        # Only a probe ends `Down`: an answer that began before the failure proves nothing.
+        if not isinstance(member.health.verdict, Down):
+            member.health.succeeded()
+
+    def request_failed(self, member: Member, error: WorkerError) -> None:
+        """A request there failed: a passive sign. The worker is probed at once to be sure."""
+        member.failures_total += 1
+        member.breaker.failed(self._now_s(), self._dice())
+        member.health.failed(str(error))
+        if member.worker in self._wakes:
+            self._wakes[member.worker].set()
+
+    def request_ended(self, member: Member, request: RequestId) -> None:
+        """It is no longer under way there, whatever became of it."""
+        member.end(request, now_s=self._now_s())
+        if member.draining and not member.in_flight and member.worker in self._last_ended:
+            self._last_ended[member.worker].set()
+
+    async def _tend(self, member: Member) -> None:
+        while True:
+            try:
+                await self._tend_on(member)
+            except Exception:  # a defect in one adapter must cost the gateway that worker and no more
+                log.exception("tending %s failed unforeseen", member.worker)
+                member.health.failed("an unforeseen error; the gateway's log has it", certain=True)
+                await asyncio.sleep(self._config.max_retry_s)
+
+    async def _tend_on(self, member: Member) -> None:
+        worker, wake = self._workers[member.worker], self._wakes[member.worker]
+        pause_s = self._config.retry_s
+        while not await self._detect(member, worker):
+            await asyncio.sleep(pause_s * (0.5 + self._dice() / 2))
+            pause_s = min(self._config.max_retry_s, pause_s * 2)
+        while True:
+            await self._learn_tokenizer(member)
+            await self._check(member, worker)
+            wake.clear()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._config.probe_period_s):
+                    await wake.wait()
+                    # Passive signs come in bursts; one probe answers them all.
+                    await asyncio.sleep(self._config.retry_s)
+
+    async def _detect(self, member: Member, worker: Worker) -> bool:
+        try:
+            async with asyncio.timeout(self._config.detect_deadline_s):
+                facts = await worker.detect()
+        except TimeoutError:
+            member.problem = f"gave no answer within {self._config.detect_deadline_s:g} s"
+            return False
+        except WorkerError as error:
+            member.problem = str(error)
+            return False
+        self._enrol(member, facts)
+        return True
+
+    def _enrol(self, member: Member, facts: WorkerFacts) -> None:
+        """Take over what the worker said of itself; its events are followed from the first time on."""
+        first, models_before = not member.detected, member.models
+        member.detected, member.kind, member.version = True, facts.kind.value, facts.version
+        member.models, member.block_size, member.ranks = facts.models, facts.block_size, facts.ranks
+        member.max_context_tokens, member.capacity_tokens = facts.max_context_tokens, facts.capacity_tokens
+        member.max_running = facts.max_running
+        if member.events_url is None:
+            own = member.worker if member.worker.startswith("grpc://") else None
+            member.events_url = facts.events_url or own
+        if first:
+            log.info("worker %s is %s and serves %s", member.worker, member.kind, ", ".join(member.models))
+        if member.events_url and facts.models and (first or facts.models != models_before):
+            self._following.remove(member.worker)
+            self._following.add(member.worker, self._feed_factory(member.events_url), model=facts.models[0])
+
+    async def _learn_tokenizer(self, member: Member) -> None:
+        wanted = [model for model in member.models if model not in self._tokenizers]
+        if not wanted or member.events_url is None:
+            return
+        try:
+            async with asyncio.timeout(self._config.tokenizer_deadline_s):
+                tokenizer = await self._tokenizer_factory(member.events_url)
+        except (KvherdError, TimeoutError) as error:
+            log.warning("no tokenizer for %s from %s: %s", ", ".join(wanted), member.events_url, error or "too slow")
+            return
+        self._tokenizers.update(dict.fromkeys(wanted, tokenizer))
+
+    async def _check(self, member: Member, worker: Worker) -> None:
+        """Probe it and ask for its load. One that returns from being down may be another process: detect it anew."""
+        before = member.health.verdict
+        try:
+            async with asyncio.timeout(self._config.probe_deadline_s):
+                await worker.probe()
+        except TimeoutError:
+            late = WorkerTimedOut(member.worker, self._config.probe_deadline_s)
+            member.health.failed(str(late))
+        except WorkerError as error:
+            member.health.failed(str(error), certain=isinstance(error, WorkerUnreachable))
+        else:
+            if isinstance(before, Down):
+                if not await self._detect(member, worker):
+                    return
+                member.restarted()
+                self._on_restart(member.worker)
+            member.health.succeeded()
+            await self._ask_load(member, worker)
+        _log_change(member, was_up=isinstance(before, Up))
+
+    async def _ask_load(self, member: Member, worker: Worker) -> None:
+        try:
+            async with asyncio.timeout(self._config.probe_deadline_s):
+                load = await worker.load()
+        except (TimeoutError, WorkerError):
+            return  # many servers tell no load; what the gateway sent there is counted anyway
+        member.running, member.waiting, member.used_tokens = load.running, load.waiting, load.used_tokens
+        if load.capacity_tokens:
+            member.capacity_tokens = load.capacity_tokens
+
+    async def _leave(self, worker: WorkerId, drain_s: float) -> bool:
+        member = self.roster.get(worker)
+        if member is None:
+            return True
+        member.draining = True
+        ended = self._last_ended[worker] = asyncio.Event()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(drain_s):
+                while member.in_flight:
+                    ended.clear()
+                    await ended.wait()
+        drained = not member.in_flight
+        self._tending[worker].cancel()
+        self._following.remove(worker)
+        self.roster.leave(worker)
+        self._on_restart(worker)
+        connection = self._workers.pop(worker)
+        del self._tending[worker], self._wakes[worker], self._last_ended[worker]
+        self._leaving.pop(worker, None)
+        await connection.close()
+        log.info("worker %s left%s", worker, "" if drained else "; its requests were cut off")
+        return drained
+
+    def _now_s(self) -> float:
+        return asyncio.get_running_loop().time()
+
+
+def normal_url(url: str, field: str, *, schemes: tuple[str, ...] = ("grpc", "http", "https")) -> str:
+    """`SCHEME://HOST:PORT`, in lower case, with nothing after it. Raises `OptionInvalid` saying what would be right."""
+    problem = f"{url!r} is not of the form {'|'.join(schemes)}://HOST:PORT"
+    try:
+        parts = urlsplit(url.strip())
+        host, port = parts.hostname, parts.port
+    except ValueError:
+        raise OptionInvalid(field, problem) from None
+    if parts.scheme not in schemes or not host or parts.username or parts.query or parts.fragment:
+        raise OptionInvalid(field, problem)
+    if parts.scheme == "grpc" and port is None:
+        raise OptionInvalid(field, f"{url!r} names no port")
+    if host.startswith(("169.254.", "fe80:")):
+        raise OptionInvalid(field, f"{host} is a link-local address, which no worker may have")
+    named = f"[{host}]" if ":" in host else host
+    return f"{parts.scheme}://{named}{f':{port}' if port else ''}{parts.path.rstrip('/')}"
+
+
+def _log_change(member: Member, *, was_up: bool) -> None:
+    up = isinstance(member.health.verdict, Up)
+    if up != was_up:
+        log.warning("worker %s is %s%s", member.worker, member.state, f": {member.reason}" if member.reason else "")

@@ -1,0 +1,137 @@
+"""The gateway's metrics, in a registry of its own."""
+
+from collections.abc import Callable, Iterable
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from kvherd.core.fleet.fanout import FanoutReport
+from kvherd.core.fleet.roster import Member, Roster, WorkerState
+from kvherd.core.ids import WorkerId
+from kvherd.wire.fleet_json import KvView
+
+_TTFT_BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+
+
+class GatewayMetrics:
+    """Counts what happens; `watch` adds what is, read when someone asks."""
+
+    def __init__(self) -> None:
+        self._registry = CollectorRegistry()
+        self._requests = Counter(
+            "kvherd_gateway_requests",
+            "Requests of the data path, by what became of them",
+            ["worker", "model", "outcome"],
+            registry=self._registry,
+        )
+        self._ttft_s = Histogram(
+            "kvherd_gateway_time_to_first_byte_seconds",
+            "From the complete request to the answer's first byte",
+            ["worker"],
+            buckets=_TTFT_BUCKETS_S,
+            registry=self._registry,
+        )
+        self._retries = Counter(
+            "kvherd_gateway_retries",
+            "Requests sent elsewhere after this worker failed",
+            ["worker"],
+            registry=self._registry,
+        )
+        self._predicted = Counter(
+            "kvherd_gateway_predicted_cached_tokens",
+            "Prompt tokens expected to be cached",
+            ["worker"],
+            registry=self._registry,
+        )
+        self._reported = Counter(
+            "kvherd_gateway_reported_cached_tokens",
+            "Prompt tokens that answers reported as cached",
+            ["worker"],
+            registry=self._registry,
+        )
+        self._flushes = Counter(
+            "kvherd_gateway_flushes", "Outcomes of ordered flushes", ["worker", "outcome"], registry=self._registry
+        )
+
+    def ended(self, worker: str, model: str, outcome: str, ttft_s: float | None) -> None:
+        self._requests.labels(worker, model, outcome).inc()
+        if ttft_s is not None:
+            self._ttft_s.labels(worker).observe(ttft_s)
+
+    def retried(self, worker: WorkerId) -> None:
+        self._retries.labels(worker).inc()
+
+    def cached(self, worker: WorkerId, predicted: int, reported: int | None) -> None:
+        self._predicted.labels(worker).inc(predicted)
+        if reported is not None:
+            self._reported.labels(worker).inc(reported)
+
+    def flushed(self, report: FanoutReport) -> None:
+        for result in report.results:
+            self._flushes.labels(result.worker, result.outcome.value).inc()
+
+    def watch(self, roster: Roster, kv: Callable[[WorkerId], KvView], clock: Callable[[], float]) -> None:
+        """Show the state of every worker whenever the metrics are read."""
+        self._registry.register(_FleetCollector(roster, kv, clock))
+
+    def text(self) -> bytes:
+        """The exposition format of Prometheus."""
+        return generate_latest(self._registry)
+
+
+class _FleetCollector(Collector):
+    def __init__(self, roster: Roster, kv: Callable[[WorkerId], KvView], clock: Callable[[], float]) -> None:
+        self._roster = roster
+        self._kv = kv
+        self._clock = clock
+
+    def describe(self) -> Iterable[Metric]:
+        return ()
+
+    def collect(self) -> Iterable[Metric]:
+        now_s = self._clock()
+        members = list(self._roster)
+        states = GaugeMetricFamily("kvherd_worker_state", "1 for the state a worker is in", labels=["worker", "state"])
+        for member in members:
+            for state in WorkerState:
+                states.add_metric([member.worker, state.value], float(member.state is state))
+        yield states
+        for name, text, read in self._readings(now_s):
+            gauge = GaugeMetricFamily(name, text, labels=["worker"])
+            for member in members:
+                gauge.add_metric([member.worker], read(member))
+            yield gauge
+        following = GaugeMetricFamily(
+            "kvherd_worker_kv_state", "1 for the state of a worker's KV follower", labels=["worker", "state"]
+        )
+        for member in members:
+            following.add_metric([member.worker, self._kv(member.worker).state], 1.0)
+        yield following
+
+    def _readings(self, now_s: float) -> list[tuple[str, str, Callable[[Member], float]]]:
+        return [
+            ("kvherd_worker_running_requests", "Running there, as it said last", lambda one: one.running),
+            ("kvherd_worker_waiting_requests", "Waiting there, as it said last", lambda one: one.waiting),
+            ("kvherd_worker_outstanding_requests", "Under way from this gateway", lambda one: len(one.in_flight)),
+            (
+                "kvherd_worker_backlog_seconds",
+                "Prefill promised to it and not yet done",
+                lambda one: one.backlog.seconds(rate=one.rate.tokens_per_s, now_s=now_s),
+            ),
+            (
+                "kvherd_worker_prefill_tokens_per_second",
+                "Its prefill rate as learned",
+                lambda one: one.rate.tokens_per_s,
+            ),
+            (
+                "kvherd_worker_kv_blocks",
+                "Blocks it is credited with",
+                lambda one: self._kv(one.worker).blocks,
+            ),
+            (
+                "kvherd_worker_prediction_error_ratio",
+                "Wrong predictions of cached tokens among the last 200 decided",
+                lambda one: one.truth.error_rate,
+            ),
+        ]

@@ -1,0 +1,176 @@
+"""A request body → what routing needs of its prompt, and no more.
+
+Encodings are cached by segment. A rendered prompt is cut only before special tokens: these are taken out before the
+vocabulary's merges apply, so no merge crosses such a cut; cuts elsewhere change the tokens.
+"""
+
+import asyncio
+import re
+import struct
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+
+from kvherd.core.errors import CallerError
+from kvherd.core.ids import PrefixHash
+from kvherd.core.kv.hashing import TOKEN_BYTES, PrefixHasher, token_bytes
+from kvherd.core.text.calls import ChatCall, CompletionCall
+from kvherd.ports.completions import Tokenizer
+from kvherd.wire.openai.requests import decode_chat, decode_completion
+from kvherd.wire.openai.routing import Peek
+
+LONG_BYTES = 32 * 1024
+"""Fresh text of this size takes about 10 ms to encode: longer than the loop should stand still."""
+
+TEXT_BLOCK_BYTES = 64
+BYTES_PER_TOKEN = 4
+"""A usual prompt in English; an estimate where nothing was tokenized."""
+
+
+@dataclass(slots=True)
+class Prompt:
+    """A prompt as routing sees it. `token_ids` is None where it was not tokenized; then `text` stands in for it.
+
+    `several` says that the call has more prompts than this first one.
+    """
+
+    text: bytes
+    token_ids: Sequence[int] | None = None
+    salt: str | None = None
+    several: bool = False
+    _chains: dict[tuple[str, int], list[PrefixHash]] = field(default_factory=dict)
+
+    @property
+    def tokens(self) -> int:
+        return len(self.text) // BYTES_PER_TOKEN if self.token_ids is None else len(self.token_ids)
+
+    def chain(self, hasher: PrefixHasher, model: str, block_size: int) -> list[PrefixHash]:
+        """Name its full blocks; empty if it was not tokenized or holds what is no token."""
+        if self.token_ids is None or block_size <= 0:
+            return []
+        known = self._chains.get((model, block_size))
+        if known is None:
+            root = hasher.root(model=model, block_size=block_size, salt=self.salt)
+            try:
+                known = hasher.extend(root, token_bytes(self.token_ids), block_size * TOKEN_BYTES)
+            except struct.error:  # ids from the client that no vocabulary has: whoever answers will say so
+                known = []
+            self._chains[model, block_size] = known
+        return known
+
+    def text_chain(self, hasher: PrefixHasher, model: str) -> list[PrefixHash]:
+        """Name pieces of its text, for workers of which only what they were sent is known."""
+        root = hasher.root(model=model, block_size=0, salt=self.salt)
+        return hasher.extend(root, self.text, TEXT_BLOCK_BYTES)
+
+
+class _GenerateBody(msgspec.Struct, frozen=True):
+    """What SGLang's `/generate` calls its prompt."""
+
+    text: msgspec.Raw = msgspec.Raw()
+    input_ids: msgspec.Raw = msgspec.Raw()
+
+
+class EncodingCache:
+    """Encodes text segment by segment and remembers the latest segments, `limit_chars` of them altogether."""
+
+    def __init__(self, *, limit_chars: int = 8 * 1024 * 1024) -> None:
+        self._limit = limit_chars
+        self._chars = 0
+        self._known: OrderedDict[tuple[int, str], list[int]] = OrderedDict()
+        self._cuts: dict[int, re.Pattern[str]] = {}
+        # A tokenizer is told apart by its identity, so it must stay alive as long as its encodings.
+        self._tokenizers: dict[int, Tokenizer] = {}
+
+    async def encode(self, tokenizer: Tokenizer, text: str) -> list[int]:
+        """Tokens of a rendered prompt. Long fresh text is encoded in a thread."""
+        segments = self._cut(tokenizer, text)
+        fresh = list(dict.fromkeys(segment for segment in segments if (id(tokenizer), segment) not in self._known))
+        if sum(map(len, fresh)) > LONG_BYTES:
+            encoded = await asyncio.to_thread(lambda: [tokenizer.encode(segment) for segment in fresh])
+        else:
+            encoded = [tokenizer.encode(segment) for segment in fresh]
+        found = dict(zip(fresh, encoded, strict=True))
+        token_ids: list[int] = []
+        for segment in segments:
+            token_ids += self._recall(tokenizer, segment, found)
+        self._shrink()
+        return token_ids
+
+    def _recall(self, tokenizer: Tokenizer, segment: str, found: dict[str, list[int]]) -> list[int]:
+        key = (id(tokenizer), segment)
+        known = self._known.get(key)
+        if known is None:
+            # A segment known before the thread ran may have been pushed out since.
+            known = found[segment] if segment in found else tokenizer.encode(segment)
+            self._known[key] = known
+            self._chars += len(segment)
+        else:
+            self._known.move_to_end(key)
+        return known
+
+    def _shrink(self) -> None:
+        while self._chars > self._limit:
+            (_, segment), _ = self._known.popitem(last=False)
+            self._chars -= len(segment)
+
+    def _cut(self, tokenizer: Tokenizer, text: str) -> list[str]:
+        pattern = self._cuts.get(id(tokenizer))
+        if pattern is None:
+            special = sorted(tokenizer.special_tokens, key=len, reverse=True)
+            # Without any special token nothing is cut: a pattern that never matches.
+            pattern = re.compile("|".join(f"(?={re.escape(token)})" for token in special) or r"(?!)")
+            self._cuts[id(tokenizer)] = pattern
+            self._tokenizers[id(tokenizer)] = tokenizer
+        return [segment for segment in pattern.split(text) if segment]
+
+
+async def read_prompt(
+    path: str, body: bytes, peeked: Peek, tokenizer: Tokenizer | None, cache: EncodingCache
+) -> Prompt:
+    """Read the prompt of a body, tokenized where a tokenizer is given and the path is known.
+
+    Raises nothing for a body that it cannot read in full: the worker knows more dialects, and says what is wrong.
+    """
+    prompt = Prompt(_text_of(path, body, peeked), salt=peeked.cache_salt)
+    if tokenizer is None:
+        return prompt
+    try:
+        if path == "/v1/chat/completions":
+            prompt.token_ids = await _encode_chat(decode_chat(body), tokenizer, cache)
+        elif path == "/v1/completions":
+            await _encode_completion(decode_completion(body), prompt, tokenizer, cache)
+        elif path == "/generate":
+            await _encode_generate(body, prompt, tokenizer, cache)
+    except (CallerError, msgspec.MsgspecError):
+        prompt.token_ids = None
+    return prompt
+
+
+async def _encode_chat(call: ChatCall, tokenizer: Tokenizer, cache: EncodingCache) -> list[int]:
+    return await cache.encode(tokenizer, tokenizer.render_chat(call))
+
+
+async def _encode_completion(call: CompletionCall, prompt: Prompt, tokenizer: Tokenizer, cache: EncodingCache) -> None:
+    first = call.prompts[0]
+    prompt.several = len(call.prompts) > 1
+    prompt.token_ids = await cache.encode(tokenizer, first) if isinstance(first, str) else first
+
+
+async def _encode_generate(body: bytes, prompt: Prompt, tokenizer: Tokenizer, cache: EncodingCache) -> None:
+    asked = msgspec.json.decode(body, type=_GenerateBody)
+    if bytes(asked.input_ids):
+        prompt.token_ids = msgspec.json.decode(asked.input_ids, type=tuple[int, ...])
+    elif bytes(asked.text):
+        prompt.token_ids = await cache.encode(tokenizer, msgspec.json.decode(asked.text, type=str))
+
+
+def _text_of(path: str, body: bytes, peeked: Peek) -> bytes:
+    """The bytes that two requests with a common prefix have in common from the first on."""
+    if path == "/v1/chat/completions":
+        return bytes(peeked.messages)
+    if path == "/v1/completions":
+        return bytes(peeked.prompt)
+    return body

@@ -1,0 +1,121 @@
+"""What the gateway says about its fleet, as plain JSON values."""
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from kvherd.core.fleet.fanout import FanoutReport, WorkerResult, total_with_scheme
+from kvherd.core.fleet.roster import Member
+from kvherd.core.ids import Epoch
+from kvherd.core.routing.candidate import Candidate
+from kvherd.core.routing.policy import Explanation
+
+Json = dict[str, Any]
+
+_MOST_EXPLAINED = 16
+
+
+@dataclass(frozen=True, slots=True)
+class KvView:
+    """What is known of a worker's KV cache: the follower's state, credited blocks, and the publisher's life."""
+
+    state: str
+    blocks: int = 0
+    epoch: Epoch | None = None
+    reason: str = ""
+
+
+def flush_report(report: FanoutReport) -> Json:
+    return {
+        "success": report.success,
+        "message": report.message("flushed"),
+        "workers_flushed": len(report.obeyed),
+        "total_workers": len(report.results),
+        "total_http_workers": total_with_scheme(report.results, "http", "https"),
+        "total_grpc_workers": total_with_scheme(report.results, "grpc"),
+        "workers": [_result(result) for result in report.results],
+    }
+
+
+def _result(result: WorkerResult) -> Json:
+    return {
+        "url": result.worker,
+        "kind": result.kind,
+        "outcome": result.outcome.value,
+        "message": result.message,
+        "seconds": result.seconds,
+        "ranks": [{"rank": rank.rank, "outcome": rank.outcome.value, "message": rank.message} for rank in result.ranks],
+    }
+
+
+def worker_entry(member: Member, kv: KvView, now_s: float) -> Json:
+    """One worker in `GET /workers`."""
+    return {
+        "id": member.slug,
+        "url": member.worker,
+        "kind": member.kind,
+        "version": member.version,
+        "models": list(member.models),
+        "state": member.state.value,
+        "reason": member.reason,
+        "breaker": member.breaker.state(now_s).value,
+        "running": member.running,
+        "waiting": member.waiting,
+        "outstanding": len(member.in_flight),
+        "backlog_s": round(member.backlog.seconds(rate=member.rate.tokens_per_s, now_s=now_s), 6),
+        "prefill_tokens_per_s": round(member.rate.tokens_per_s, 1),
+        "prefill_rate_learned": member.rate.observations > 0,
+        "used_tokens": member.used_tokens,
+        "capacity_tokens": member.capacity_tokens,
+        "block_size": member.block_size,
+        "ranks": member.ranks,
+        "max_context_tokens": member.max_context_tokens,
+        "requests_total": member.requests_total,
+        "failures_total": member.failures_total,
+        "events_url": member.events_url,
+        "kv": {"state": kv.state, "blocks": kv.blocks, "epoch": kv.epoch, "reason": kv.reason},
+        "truth": _truth(member),
+    }
+
+
+def _truth(member: Member) -> Json:
+    truth = member.truth
+    return {
+        "available": truth.available,
+        "decided": truth.decided,
+        "undecided": truth.undecided,
+        "unreported": truth.unreported,
+        "predicted_tokens": truth.predicted_tokens,
+        "reported_tokens": truth.reported_tokens,
+        "error_rate": round(truth.error_rate, 6),
+    }
+
+
+def explanation_header(explanation: Explanation) -> bytes:
+    """One line of ASCII JSON: the choice, the cheapest candidates with their costs, and who was ruled out."""
+    cheapest = sorted(explanation.costed, key=lambda one: one.total_s)[:_MOST_EXPLAINED]
+    value = {
+        "policy": explanation.policy,
+        "chosen": explanation.chosen.worker if explanation.chosen else None,
+        "candidates": [
+            {
+                **_candidate(one.candidate),
+                "costs_s": {name: round(cost, 6) for name, cost in one.costs},
+                "total_s": round(one.total_s, 6),
+            }
+            for one in cheapest
+        ],
+        "ruled_out": [
+            {"worker": one.candidate.worker, "reason": one.reason} for one in explanation.ruled_out[:_MOST_EXPLAINED]
+        ],
+    }
+    return json.dumps(value, separators=(",", ":")).encode("ascii")
+
+
+def _candidate(candidate: Candidate) -> Json:
+    return {
+        "worker": candidate.worker,
+        "matched_tokens": candidate.matched_tokens,
+        "load": candidate.load,
+        "kv": candidate.kv.value,
+    }

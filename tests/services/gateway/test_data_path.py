@@ -1,0 +1,368 @@
+"""One request on the data path, with workers that do what the test says."""
+
+import asyncio
+import json
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+import pytest
+
+from kvherd.core.errors import (
+    BodyNotJson,
+    FieldInvalid,
+    KvherdError,
+    ModelUnknown,
+    NoWorker,
+    WorkerFailed,
+    WorkerRefused,
+    WorkerTimedOut,
+    WorkerUnreachable,
+)
+from kvherd.core.ids import EngineHash, Rank, RequestId, WorkerId
+from kvherd.core.kv.events import BlocksStored, KvEventBatch
+from kvherd.core.kv.hashing import PrefixHasher
+from kvherd.core.kv.index import Holder, PrefixIndex
+from kvherd.core.routing.candidate import KvKnowledge
+from kvherd.core.routing.policy import make_policy
+from kvherd.ports.completions import Tokenizer
+from kvherd.ports.kv_feed import KvFeed
+from kvherd.ports.worker import WorkerFacts, WorkerKind
+from kvherd.services.gateway.chat import DataPath, PathConfig
+from kvherd.services.gateway.credit import Credit
+from kvherd.services.gateway.fleet import Fleet, WorkerSpec
+from kvherd.services.gateway.metrics import GatewayMetrics
+from kvherd.services.gateway.relay.edge import DataRequest
+from kvherd.testing.tokenizer import ByteTokenizer
+from kvherd.testing.workers import FakeResponder, FakeWorker
+
+ANN, BOB = WorkerId("grpc://ann:1"), WorkerId("grpc://bob:1")
+FACTS = WorkerFacts(WorkerKind.SGLANG_GRPC, ("m",), block_size=4)
+
+
+class NoFeed:
+    """A feed of a worker whose events the test applies itself."""
+
+
+@dataclass
+class NoFollowing:
+    added: list[WorkerId] = field(default_factory=list)
+
+    def add(self, worker: WorkerId, feed: KvFeed, *, model: str) -> None:
+        self.added.append(worker)
+
+    def remove(self, worker: WorkerId) -> None:
+        pass
+
+
+@dataclass
+class Herd:
+    """A data path over fake workers."""
+
+    path: DataPath
+    fleet: Fleet
+    index: PrefixIndex
+    workers: dict[WorkerId, FakeWorker]
+    quarantined: set[WorkerId]
+
+    async def ask(self, prompt: str = "hello world", **more: object) -> FakeResponder:
+        return await self.send({"model": "m", "prompt": prompt, **more})
+
+    async def send(
+        self, body: object, path: str = "/v1/completions", headers: tuple[tuple[bytes, bytes], ...] = ()
+    ) -> FakeResponder:
+        responder = FakeResponder()
+        data = body if isinstance(body, bytes) else json.dumps(body).encode()
+        request = DataRequest("POST", path, "", list(headers), data, "127.0.0.1", RequestId("r"))
+        await self.path(request, responder)
+        return responder
+
+    def store(self, worker: WorkerId, text: str) -> None:
+        """That worker says that it holds the blocks of this text."""
+        tokens = text.encode()
+        blocks = len(tokens) // 4
+        stored = BlocksStored(
+            tuple(EngineHash(hash(tokens[: 4 * (n + 1)]) & 0xFFFF) for n in range(blocks)),
+            None,
+            tuple(tokens[: 4 * blocks]),
+            4,
+        )
+        self.index.apply(Holder(worker, Rank(0)), KvEventBatch(0, 0.0, Rank(0), (stored,)))
+
+
+@asynccontextmanager
+async def herd(*workers: FakeWorker, policy: str = "kv", config: PathConfig | None = None) -> AsyncIterator[Herd]:
+    known = {worker.id: worker for worker in workers}
+    index = PrefixIndex(PrefixHasher(b"key"))
+    quarantined: set[WorkerId] = set()
+    credit = Credit(index, lambda worker: KvKnowledge.QUARANTINED if worker in quarantined else KvKnowledge.KNOWN)
+
+    async def tokenizer(_: str) -> Tokenizer:
+        return ByteTokenizer()
+
+    fleet = Fleet(
+        worker_factory=lambda url: known[WorkerId(url)],
+        feed_factory=lambda _: NoFeed(),  # type: ignore[arg-type,return-value]
+        tokenizer_factory=tokenizer,
+        following=NoFollowing(),
+    )
+    path = DataPath(
+        fleet=fleet,
+        policy=make_policy(policy),
+        credit=credit,
+        metrics=GatewayMetrics(),
+        config=config,
+        dice=lambda: 0.0,
+    )
+    async with fleet:
+        for worker in workers:
+            fleet.add(WorkerSpec(worker.id))
+            index.enrol(worker.id, model="m")
+        await asyncio.sleep(0.1)
+        yield Herd(path, fleet, index, known, quarantined)
+
+
+def fake(worker: WorkerId, **acts: object) -> FakeWorker:
+    return FakeWorker(worker, facts=FACTS, **acts)  # type: ignore[arg-type]
+
+
+async def test_an_answer_is_passed_on_and_its_headers_say_who_gave_it() -> None:
+    async with herd(fake(ANN)) as it:
+        answer = await it.ask()
+    assert (answer.status, answer.body, answer.ended) == (200, b'{"ok":true}', True)
+    assert answer.headers["x-kvherd-worker"] == ANN
+    assert answer.headers["x-kvherd-predicted-cached-tokens"] == "0"
+
+
+async def test_a_prompt_goes_where_its_prefix_is_and_the_header_says_how_much() -> None:
+    async with herd(fake(ANN), fake(BOB)) as it:
+        it.store(BOB, "hello wo")
+        answer = await it.ask("hello world")
+    assert answer.headers["x-kvherd-worker"] == BOB
+    assert answer.headers["x-kvherd-predicted-cached-tokens"] == "8"
+    assert it.workers[BOB].calls[0].prompt_token_ids == list(b"hello world")
+
+
+async def test_the_last_token_is_never_predicted_to_be_cached() -> None:
+    async with herd(fake(ANN)) as it:
+        it.store(ANN, "hello wo")
+        answer = await it.ask("hello wo")
+    assert answer.headers["x-kvherd-predicted-cached-tokens"] == "4"
+
+
+async def test_a_quarantined_worker_gets_no_credit_and_still_serves() -> None:
+    async with herd(fake(ANN)) as it:
+        it.store(ANN, "hello wo")
+        it.quarantined.add(ANN)
+        answer = await it.ask("hello world")
+    assert (answer.status, answer.headers["x-kvherd-predicted-cached-tokens"]) == (200, "0")
+
+
+async def test_requests_that_come_together_follow_the_first_to_its_worker() -> None:
+    async with herd(fake(ANN, first_byte_s=1.0), fake(BOB, first_byte_s=1.0)) as it:
+        shared = "a prefix that is long enough to matter, " * 50
+        async with asyncio.TaskGroup() as group:
+            first = group.create_task(it.ask(shared + "one"))
+            await asyncio.sleep(0.9)
+            second = group.create_task(it.ask(shared + "two"))
+        assert first.result().headers["x-kvherd-worker"] == second.result().headers["x-kvherd-worker"]
+        assert second.result().headers["x-kvherd-predicted-cached-tokens"] == "2000"
+
+
+async def test_a_worker_that_fails_before_its_first_byte_is_replaced() -> None:
+    async with herd(fake(ANN), fake(BOB)) as it:
+        it.workers[ANN].fails = WorkerUnreachable(ANN)
+        answers = [await it.ask() for _ in range(4)]
+    assert [answer.headers["x-kvherd-worker"] for answer in answers] == [BOB] * 4
+
+
+async def test_a_worker_that_fails_after_its_first_byte_is_not() -> None:
+    async with herd(fake(ANN, breaks="died"), fake(BOB, breaks="died")) as it:
+        answer = await it.ask()
+    assert (answer.status, answer.failed) == (200, "died")
+    assert len(it.workers[ANN].calls) + len(it.workers[BOB].calls) == 1
+
+
+async def test_a_worker_that_forgets_to_end_its_broken_answer_does_not_leave_the_client_waiting() -> None:
+    class Forgetful(FakeWorker):
+        async def forward(self, call: object, responder: FakeResponder) -> None:  # type: ignore[override]
+            responder.start(200, [])
+            raise WorkerFailed(self.id, "died")
+
+    async with herd(Forgetful(ANN, facts=FACTS)) as it:
+        answer = await it.ask()
+    assert answer.failed == "grpc://ann:1 failed: died"
+
+
+async def test_tries_are_bounded() -> None:
+    names = [WorkerId(f"grpc://w{n}:1") for n in range(5)]
+    async with herd(*(fake(name) for name in names), config=PathConfig(tries=2)) as it:
+        for name in names:
+            it.workers[name].fails = WorkerFailed(name, "died")
+        with pytest.raises(WorkerFailed):
+            await it.ask()
+        assert sum(len(worker.calls) for worker in it.workers.values()) == 2
+
+
+async def test_a_stored_conversation_is_never_tried_twice() -> None:
+    async with herd(fake(ANN), fake(BOB)) as it:
+        for name, worker in it.workers.items():
+            worker.fails = WorkerFailed(name, "died")
+        with pytest.raises(WorkerFailed):
+            await it.send({"model": "m", "input": "hi"}, path="/v1/responses")
+        assert sum(len(worker.calls) for worker in it.workers.values()) == 1
+
+
+async def test_nobody_left_is_said_with_the_reasons() -> None:
+    async with herd(fake(ANN)) as it:
+        it.workers[ANN].fails = WorkerUnreachable(ANN, "connection refused")
+        with pytest.raises(NoWorker) as caught:
+            await it.ask()
+        assert "connection refused" in str(caught.value)
+        await asyncio.sleep(5.0)
+        with pytest.raises(NoWorker, match="is down"):
+            await it.ask()
+
+
+async def test_a_fleet_in_trouble_says_so_however_often_it_is_asked() -> None:
+    async with herd(fake(ANN)) as it:
+        it.workers[ANN].fails = WorkerUnreachable(ANN, "connection refused")
+        for _ in range(50):
+            with pytest.raises(NoWorker):
+                await it.ask()
+
+
+async def test_a_refusal_is_the_workers_own_and_no_sign_of_illness() -> None:
+    async with herd(fake(ANN)) as it:
+        it.workers[ANN].fails = WorkerRefused(ANN, "queue full")
+        for _ in range(10):
+            with pytest.raises(WorkerRefused):
+                await it.ask()
+        it.workers[ANN].fails = None
+        assert (await it.ask()).status == 200
+
+
+async def test_an_error_of_the_caller_is_not_tried_elsewhere() -> None:
+    class Strict(FakeWorker):
+        async def forward(self, call: object, responder: object) -> None:
+            self.calls.append(call)  # type: ignore[arg-type]
+            raise FieldInvalid("temperature", "must be at least 0")
+
+    async with herd(Strict(ANN, facts=FACTS), Strict(BOB, facts=FACTS)) as it:
+        with pytest.raises(FieldInvalid):
+            await it.ask()
+        assert sum(len(worker.calls) for worker in it.workers.values()) == 1
+
+
+async def test_a_worker_that_never_begins_is_given_up() -> None:
+    async with herd(fake(ANN, first_byte_s=9000.0), config=PathConfig(first_byte_s=60.0)) as it:
+        with pytest.raises(WorkerTimedOut, match="within 60 s"):
+            await it.ask()
+
+
+async def test_an_answer_that_has_begun_may_take_its_time() -> None:
+    class Slow(FakeWorker):
+        async def forward(self, call: object, responder: FakeResponder) -> None:  # type: ignore[override]
+            responder.start(200, [])
+            await asyncio.sleep(9000.0)
+            responder.end()
+
+    async with herd(Slow(ANN, facts=FACTS), config=PathConfig(first_byte_s=60.0)) as it:
+        assert (await it.ask()).ended
+
+
+async def test_a_client_that_leaves_cancels_the_request() -> None:
+    async with herd(fake(ANN, first_byte_s=60.0)) as it:
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(1.0):
+                await it.ask()
+        member = it.fleet.roster.get(ANN)
+        assert it.workers[ANN].cancelled == 1
+        assert member is not None
+        assert (member.in_flight, member.unavailable(1.0)) == ({}, "")
+
+
+async def test_an_unknown_model_is_answered_with_those_there_are() -> None:
+    async with herd(fake(ANN)) as it:
+        with pytest.raises(ModelUnknown, match="served: m"):
+            await it.send({"model": "x", "prompt": "hi"})
+
+
+async def test_the_only_model_need_not_be_named() -> None:
+    async with herd(fake(ANN)) as it:
+        assert (await it.send({"text": "hi"}, path="/generate")).status == 200
+
+
+@pytest.mark.parametrize(
+    ("body", "error"), [(b"{", BodyNotJson), (b"[]", FieldInvalid), (b'{"model": 5}', FieldInvalid)]
+)
+async def test_a_body_that_cannot_be_read_is_the_callers_fault(body: bytes, error: type[KvherdError]) -> None:
+    async with herd(fake(ANN)) as it:
+        with pytest.raises(error):
+            await it.send(body)
+
+
+async def test_an_empty_fleet_has_no_worker_rather_than_no_model() -> None:
+    async with herd() as it:
+        with pytest.raises(NoWorker, match="none is registered"):
+            await it.ask()
+
+
+async def test_an_explanation_is_given_when_asked_for() -> None:
+    async with herd(fake(ANN), fake(BOB)) as it:
+        it.store(BOB, "hello wo")
+        body = {"model": "m", "prompt": "hello world"}
+        answer = await it.send(body, headers=((b"x-kvherd-explain", b"1"),))
+        plain = await it.send(body)
+    explained = json.loads(answer.headers["x-kvherd-explain"])
+    assert explained["chosen"] == BOB
+    assert [one["worker"] for one in explained["candidates"]] == [BOB, ANN]
+    assert explained["candidates"][0]["costs_s"].keys() == {"backlog", "uncached", "evicted"}
+    assert "x-kvherd-explain" not in plain.headers
+
+
+async def test_two_requests_of_one_id_reach_a_worker_under_two() -> None:
+    async with herd(fake(ANN, first_byte_s=1.0)) as it, asyncio.TaskGroup() as group:
+        group.create_task(it.ask())
+        group.create_task(it.ask())
+        await asyncio.sleep(0.5)
+        assert {call.request for call in it.workers[ANN].calls} == {"r", "r-2"}
+
+
+async def test_the_log_has_the_figures_and_never_the_prompt(caplog: pytest.LogCaptureFixture) -> None:
+    usage = b'{"usage":{"prompt_tokens":11,"completion_tokens":2,"prompt_tokens_details":{"cached_tokens":8}}}'
+    async with herd(fake(ANN, chunks=(usage,))) as it:
+        it.store(ANN, "hello wo")
+        with caplog.at_level(logging.INFO, "kvherd.access"):
+            await it.ask("hello world")
+        member = it.fleet.roster.get(ANN)
+        assert member is not None
+        assert (member.truth.decided, member.truth.error_rate) == (1, 0.0)
+    line = json.loads(caplog.records[-1].message)
+    assert (line["worker"], line["outcome"], line["status"]) == (ANN, "answered", 200)
+    assert (line["prompt_tokens"], line["predicted_cached_tokens"], line["cached_tokens"]) == (11, 8, 8)
+    assert "hello" not in caplog.text
+
+
+async def test_a_stream_teaches_the_prefill_rate() -> None:
+    async with herd(fake(ANN, first_byte_s=2.0)) as it:
+        await it.ask("x" * 400, stream=True)
+        member = it.fleet.roster.get(ANN)
+        assert member is not None
+        assert member.rate.tokens_per_s == pytest.approx(200.0)
+
+
+@pytest.mark.parametrize("policy", ["round_robin", "least_load", "power_of_two", "consistent_hash", "prefix_tree"])
+async def test_policies_without_tokens_do_not_tokenize(policy: str) -> None:
+    async with herd(fake(ANN), fake(BOB), policy=policy) as it:
+        answer = await it.ask()
+        assert answer.status == 200
+        assert "x-kvherd-predicted-cached-tokens" not in answer.headers
+        assert all(call.prompt_token_ids is None for worker in it.workers.values() for call in worker.calls)
+
+
+async def test_round_robin_takes_turns() -> None:
+    async with herd(fake(ANN), fake(BOB), policy="round_robin") as it:
+        answers = [(await it.ask()).headers["x-kvherd-worker"] for _ in range(4)]
+    assert answers == [ANN, BOB, ANN, BOB]

@@ -1,0 +1,108 @@
+"""What routing reads of a body."""
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvherd.core.kv.hashing import PrefixHasher, prefix_chain
+from kvherd.services.gateway.prompts import EncodingCache, Prompt, read_prompt
+from kvherd.testing.tokenizer import ByteTokenizer
+from kvherd.testing.virtual_time import virtual_time
+from kvherd.wire.openai.routing import peek
+
+KEY = b"k"
+
+
+async def read(path: str, body: object, tokenizer: ByteTokenizer | None = None) -> Prompt:
+    data = json.dumps(body).encode()
+    return await read_prompt(path, data, peek(data), tokenizer or ByteTokenizer(), EncodingCache())
+
+
+async def test_a_chat_is_rendered_and_tokenized_as_the_engine_does() -> None:
+    body = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
+    prompt = await read("/v1/chat/completions", body)
+    tokenizer = ByteTokenizer()
+    assert prompt.token_ids == tokenizer.encode("<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n")
+
+
+async def test_a_text_and_its_token_ids_are_one_prompt() -> None:
+    text = await read("/v1/completions", {"model": "m", "prompt": "hello"})
+    tokens = await read("/v1/completions", {"model": "m", "prompt": list(b"hello")})
+    sglang = await read("/generate", {"input_ids": list(b"hello")})
+    assert list(text.token_ids or ()) == list(tokens.token_ids or ()) == list(sglang.token_ids or ()) == list(b"hello")
+
+
+async def test_of_several_prompts_the_first_counts() -> None:
+    prompt = await read("/v1/completions", {"model": "m", "prompt": ["one", "two"]})
+    assert (prompt.token_ids, prompt.several) == (list(b"one"), True)
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", {"messages": "what?"}),
+        ("/v1/completions", {"prompt": {"no": "prompt"}}),
+        ("/generate", {"input_ids": ["x"]}),
+        ("/v1/embeddings", {"input": "hello"}),
+    ],
+)
+async def test_what_cannot_be_read_is_left_to_the_worker(path: str, body: object) -> None:
+    assert (await read(path, body)).token_ids is None
+
+
+async def test_token_ids_that_no_vocabulary_has_get_no_credit() -> None:
+    prompt = await read("/v1/completions", {"model": "m", "prompt": [2**32] * 16})
+    assert prompt.chain(PrefixHasher(KEY), "m", 4) == []
+
+
+async def test_a_salt_keeps_prefixes_apart() -> None:
+    plain = await read("/v1/completions", {"model": "m", "prompt": "hello"})
+    salted = await read("/v1/completions", {"model": "m", "prompt": "hello", "cache_salt": "mine"})
+    hasher = PrefixHasher(KEY)
+    assert plain.chain(hasher, "m", 4) == prefix_chain(list(b"hello"), block_size=4, model="m", key=KEY)
+    assert salted.chain(hasher, "m", 4) == prefix_chain(list(b"hello"), block_size=4, model="m", salt="mine", key=KEY)
+
+
+async def test_a_turn_that_was_encoded_before_is_not_encoded_again() -> None:
+    cache, tokenizer = EncodingCache(), ByteTokenizer()
+    await cache.encode(tokenizer, "<|im_start|>user\none<|im_end|>\n")
+    tokenizer.encoded.clear()
+    await cache.encode(tokenizer, "<|im_start|>user\none<|im_end|>\n<|im_start|>user\ntwo<|im_end|>\n")
+    assert tokenizer.encoded == ["<|im_start|>user\ntwo"]
+
+
+async def test_two_tokenizers_do_not_share_encodings() -> None:
+    cache = EncodingCache()
+    other = ByteTokenizer(special_tokens={"<|im_start|>": 300})
+    text = "<|im_start|>x"
+    assert await cache.encode(ByteTokenizer(), text) != await cache.encode(other, text)
+
+
+async def test_memory_is_bounded() -> None:
+    cache, tokenizer = EncodingCache(limit_chars=100), ByteTokenizer()
+    for number in range(50):
+        await cache.encode(tokenizer, f"<|im_start|>{number:020}")
+    assert cache._chars == sum(len(segment) for _, segment in cache._known) <= 100
+
+
+@pytest.mark.net  # a thread needs the real clock
+async def test_long_fresh_text_is_encoded_all_the_same() -> None:
+    tokenizer = ByteTokenizer()
+    text = "<|im_start|>" + "x" * 70_000
+    assert await EncodingCache().encode(tokenizer, text) == ByteTokenizer().encode(text)
+
+
+@given(st.lists(st.sampled_from(["<|im_start|>", "<|im_end|>", "user\n", "a", "é", "<|im_", ""]), max_size=20))
+def test_cutting_never_changes_the_tokens(pieces: list[str]) -> None:
+    text = "".join(pieces)
+    assert virtual_time(EncodingCache(limit_chars=10).encode(ByteTokenizer(), text)) == ByteTokenizer().encode(text)
+
+
+def test_prompts_with_a_common_text_have_a_common_chain() -> None:
+    hasher = PrefixHasher(KEY)
+    first, second = Prompt(b"x" * 128 + b"a" * 64), Prompt(b"x" * 128 + b"b" * 64)
+    one, other = first.text_chain(hasher, "m"), second.text_chain(hasher, "m")
+    assert one[:2] == other[:2]
+    assert one[2] != other[2]
