@@ -1,0 +1,338 @@
+"""An engine's scheduler processes behind ZMQ sockets: `ports.scheduler.Scheduler` over `wire/scheduler_ipc`.
+
+    servicer PUSH ──► ipc://DIR/rank{r}.in      (one socket a rank)
+    servicer PULL ◄── ipc://DIR/out             (all ranks)
+
+One task reads; everything else is calls from the servicer. What goes wrong for good (a rank that died, a socket that
+broke) fails every request and order in flight at once and every later one: there is no silent dead loop.
+
+On the sockets a request has a name of its own, its id and a number: an id may be used again at once, and what a rank
+still says of its former bearer must not reach the new one.
+"""
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import uuid
+from collections.abc import AsyncGenerator, Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import TracebackType
+from typing import Self, assert_never
+
+import zmq
+import zmq.asyncio
+
+from kvherd.core.engine.generation import Finish, FinishReason, GenerationRequest, TokenDelta
+from kvherd.core.engine.inbox import Inbox
+from kvherd.core.engine.orders import Orders
+from kvherd.core.engine.reports import OrderReport, RankFacts, RankLoad
+from kvherd.core.errors import (
+    EngineError,
+    EngineStopping,
+    FrameInvalid,
+    QueueFull,
+    RequestDuplicate,
+    SchedulerDied,
+    StartFailed,
+)
+from kvherd.core.ids import OrderId, Rank, RequestId
+from kvherd.wire import scheduler_ipc as ipc
+
+log = logging.getLogger(__name__)
+
+UNSENT_FRAMES = 100_000
+ORDER_GRACE_S = 1.0
+"""How long beyond its own time-out an order waits for the ranks to say that it timed out."""
+
+
+@dataclass(slots=True)
+class _Stream:
+    """One live generation. `woken` is set when the inbox or the error has news."""
+
+    rank: Rank
+    wire_name: RequestId
+    inbox: Inbox
+    waiting_tokens: int
+    woken: asyncio.Event = field(default_factory=asyncio.Event)
+    error: EngineError | None = None
+
+
+class ZmqScheduler:
+    """Use as an async context manager around the rank processes: enter it before they start, leave it after they ended.
+
+    `on_failed` is called once, with the reason, when the scheduler can never serve again.
+    """
+
+    def __init__(self, ipc_dir: Path, *, on_failed: Callable[[EngineError], None] = lambda _: None) -> None:
+        self._ipc_dir = ipc_dir
+        self._on_failed = on_failed
+        self._context = zmq.Context()
+        self._news = zmq.asyncio.Context(self._context).socket(zmq.PULL)
+        self._to_ranks: dict[Rank, zmq.Socket[bytes]] = {}
+        self._facts: dict[Rank, RankFacts] = {}
+        self._loads: dict[Rank, RankLoad] = {}
+        self._streams: dict[RequestId, _Stream] = {}
+        self._by_wire_name: dict[RequestId, _Stream] = {}
+        self._wire_numbers = itertools.count(1)
+        self._orders = Orders()
+        self._reports: dict[OrderId, asyncio.Future[OrderReport]] = {}
+        self._all_ready = asyncio.Event()
+        self._expected = 0
+        self._failure: EngineError | None = None
+        self._reader = asyncio.TaskGroup()
+        self._reading: asyncio.Task[None] | None = None
+        self._order_prefix = uuid.uuid4().hex[:8]
+        self._order_numbers = itertools.count(1)
+        self.bad_frames = 0
+
+    async def __aenter__(self) -> Self:
+        self._news.bind(f"ipc://{self._ipc_dir}/out")
+        await self._reader.__aenter__()
+        self._reading = self._reader.create_task(self._read())
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._fail(EngineStopping())
+        if self._reading is not None:
+            self._reading.cancel()
+        try:
+            await self._reader.__aexit__(None, None, None)
+        finally:
+            for socket in [*self._to_ranks.values(), self._news]:
+                socket.close(linger=0)
+            self._context.term()
+
+    # --- what the port promises ------------------------------------------------------------
+
+    @property
+    def ranks(self) -> Sequence[RankFacts]:
+        return [self._facts[rank] for rank in sorted(self._facts)]
+
+    @property
+    def loads(self) -> Sequence[RankLoad]:
+        return [self._loads[rank] for rank in sorted(self._loads)]
+
+    @property
+    def failure(self) -> EngineError | None:
+        """Why nothing can be served any more; None while it can."""
+        return self._failure
+
+    @property
+    def late_answers(self) -> int:
+        return self._orders.late_answers
+
+    @property
+    def live_requests(self) -> int:
+        return len(self._streams)
+
+    async def generate(self, request: GenerationRequest) -> AsyncGenerator[TokenDelta, None]:
+        """As the port has it."""
+        stream = self._admit(request)
+        try:
+            while True:
+                await stream.woken.wait()
+                stream.woken.clear()
+                delta = stream.inbox.take()
+                if delta is not None:
+                    yield delta
+                if stream.inbox.finished:
+                    return
+                if stream.error is not None:
+                    raise stream.error
+        finally:
+            self._release(request.request, stream)
+
+    async def abort(self, request: RequestId, *, reason: str = "") -> bool:
+        stream = self._streams.get(request)
+        if stream is None or stream.inbox.finished:
+            return False
+        self._abort_in_rank(stream, reason)
+        del self._streams[request]  # its stream ended: the id is free
+        last = stream.inbox.latest
+        finish = Finish(FinishReason.ABORT, message=reason or "aborted")
+        stream.inbox.put(TokenDelta((), last.prompt_tokens, last.completion_tokens, last.cached_tokens, finish=finish))
+        stream.woken.set()
+        return True
+
+    async def flush(self, *, timeout_s: float, hold: bool = False) -> OrderReport:
+        order = self._new_order()
+        return await self._order(ipc.FlushOrder(order, timeout_s, hold), order, timeout_s + ORDER_GRACE_S)
+
+    async def state(self, *, timeout_s: float = 5.0) -> OrderReport:
+        order = self._new_order()
+        return await self._order(ipc.StateOrder(order), order, timeout_s)
+
+    # --- start and end ------------------------------------------------------------
+
+    async def ready(self, ranks: int, *, deadline_s: float) -> None:
+        """Return once so many ranks said that they are ready. Raises `StartFailed` at the deadline, or why not."""
+        self._expected = ranks
+        self._note_ready()
+        try:
+            async with asyncio.timeout(deadline_s):
+                await self._all_ready.wait()
+        except TimeoutError:
+            missing = sorted(set(range(ranks)) - set(self._facts))
+            raise StartFailed(f"rank {missing[0]}", f"it was not ready within {deadline_s:g} s") from None
+        if self._failure is not None:
+            raise self._failure
+
+    def rank_died(self, rank: Rank, reason: str) -> None:
+        """Fail everything in flight at once: this rank will not answer any more."""
+        self._fail(SchedulerDied(rank, reason))
+
+    def refuse_new(self) -> None:
+        """Take no new request; those in flight go on."""
+        if self._failure is None:
+            self._failure = EngineStopping()
+
+    # --- requests ------------------------------------------------------------
+
+    def _admit(self, request: GenerationRequest) -> _Stream:
+        if self._failure is not None:
+            raise self._failure
+        if request.request in self._streams:
+            raise RequestDuplicate(request.request)
+        rank = Rank(request.rank) if request.rank is not None else self._least_loaded()
+        prompt_tokens = len(request.prompt_token_ids)
+        wire_name = RequestId(f"{request.request}#{next(self._wire_numbers)}")
+        stream = _Stream(rank, wire_name, Inbox(prompt_tokens), prompt_tokens)
+        self._send(rank, ipc.Submit(replace(request, request=wire_name)))
+        self._streams[request.request] = self._by_wire_name[wire_name] = stream
+        return stream
+
+    def _release(self, request: RequestId, stream: _Stream) -> None:
+        """The stream ended, by itself or because its reader left; its id is free again."""
+        if self._streams.get(request) is stream:
+            del self._streams[request]
+        self._by_wire_name.pop(stream.wire_name, None)
+        if not stream.inbox.finished and stream.error is None:
+            self._abort_in_rank(stream, "the reader left")
+
+    def _abort_in_rank(self, stream: _Stream, reason: str) -> None:
+        with contextlib.suppress(QueueFull):  # a rank that takes no frame at all is dead or will be declared so
+            self._send(stream.rank, ipc.Abort(stream.wire_name, reason))
+
+    def _least_loaded(self) -> Rank:
+        if len(self._facts) == 1:
+            return next(iter(self._facts))
+        tokens = dict.fromkeys(sorted(self._facts), 0)
+        for stream in self._streams.values():
+            tokens[stream.rank] += stream.waiting_tokens
+        return min(tokens, key=tokens.__getitem__)
+
+    # --- orders ------------------------------------------------------------
+
+    def _new_order(self) -> OrderId:
+        return OrderId(f"{self._order_prefix}-{next(self._order_numbers)}")
+
+    async def _order(self, message: ipc.FlushOrder | ipc.StateOrder, order: OrderId, wait_s: float) -> OrderReport:
+        if self._failure is not None:
+            raise self._failure
+        self._orders.open(order, sorted(self._facts))
+        done: asyncio.Future[OrderReport] = asyncio.get_running_loop().create_future()
+        self._reports[order] = done
+        try:
+            for rank in sorted(self._facts):
+                self._send(rank, message)
+            async with asyncio.timeout(wait_s):
+                return await done
+        except TimeoutError:
+            return self._orders.close(order)
+        finally:
+            del self._reports[order]
+            self._orders.forget(order)
+
+    # --- sockets ------------------------------------------------------------
+
+    def _send(self, rank: Rank, message: ipc.ToRank) -> None:
+        try:
+            self._to_ranks[rank].send(ipc.encode(message), zmq.NOBLOCK)
+        except zmq.Again:
+            raise QueueFull(UNSENT_FRAMES) from None
+
+    async def _read(self) -> None:
+        while True:
+            try:
+                frame = await self._news.recv()
+                self._take(ipc.decode_from_rank(frame))
+            except zmq.Again:
+                continue
+            except FrameInvalid as error:
+                self.bad_frames += 1
+                log.warning("dropped bad frame number %d: %s", self.bad_frames, error)
+            except zmq.ZMQError as error:
+                if not isinstance(self._failure, EngineStopping):
+                    log.exception("the socket of the schedulers broke")
+                self._fail(SchedulerDied(0, f"its socket broke: {error}"))
+                return
+
+    def _take(self, message: ipc.FromRank) -> None:
+        match message:
+            case ipc.Ready(facts):
+                self._meet(facts)
+            case ipc.Stepped(rank, progress, load):
+                self._loads[rank] = load
+                for each in progress:
+                    self._deliver(each)
+            case ipc.OrderAnswered(answer):
+                report = self._orders.answered(answer)
+                waiting = self._reports.get(answer.order)
+                if report is not None and waiting is not None and not waiting.done():
+                    waiting.set_result(report)
+            case ipc.Fatal(rank, reason):
+                self._fail(SchedulerDied(rank, reason))
+            case _:
+                assert_never(message)
+
+    def _meet(self, facts: RankFacts) -> None:
+        socket = self._context.socket(zmq.PUSH)
+        socket.sndhwm = UNSENT_FRAMES
+        socket.connect(f"ipc://{self._ipc_dir}/rank{facts.rank}.in")
+        self._to_ranks[facts.rank] = socket
+        self._facts[facts.rank] = facts
+        self._loads.setdefault(facts.rank, _no_load(facts))
+        self._note_ready()
+
+    def _note_ready(self) -> None:
+        if self._expected and len(self._facts) >= self._expected:
+            self._all_ready.set()
+
+    def _deliver(self, each: ipc.Progress) -> None:
+        stream = self._by_wire_name.get(each.request)
+        if stream is None:
+            return  # its reader left, and the abort has crossed this
+        stream.inbox.put(
+            TokenDelta(
+                each.token_ids,
+                each.prompt_tokens,
+                each.completion_tokens,
+                each.cached_tokens,
+                each.logprobs,
+                each.finish,
+            )
+        )
+        if each.token_ids:
+            stream.waiting_tokens = 1
+        stream.woken.set()
+
+    def _fail(self, error: EngineError) -> None:
+        first = self._failure is None or isinstance(self._failure, EngineStopping)
+        self._failure = self._failure if not first else error
+        for stream in self._by_wire_name.values():
+            stream.error = stream.error or error
+            stream.woken.set()
+        for report in self._reports.values():
+            if not report.done():
+                report.set_exception(error)
+        self._all_ready.set()
+        if first and not isinstance(error, EngineStopping):
+            self._on_failed(error)
+
+
+def _no_load(facts: RankFacts) -> RankLoad:
+    return RankLoad(0, 0, 0, 0, 0, facts.capacity_tokens, facts.max_running)
