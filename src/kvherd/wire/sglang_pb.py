@@ -1,0 +1,219 @@
+"""SGLang's engine protocol on gRPC as a server speaks it: messages of `smg-grpc-proto` ↔ core values.
+
+proto3 cannot tell an unset number from 0. So where 0 makes no sense it means unset: top_p 0 and repetition_penalty 0
+are 1, top_k 0 is all, n 0 is 1. temperature 0 is greedy. A request without `sampling_params` samples with temperature
+1. `logprob_start_len` 0 or less asks for no logprobs of the prompt. What the protocol has no field for travels in
+`custom_params`: `seed` (a whole number, or its text, since numbers there are doubles) and `cache_salt`.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from google.protobuf.json_format import MessageToDict  # type: ignore[import-untyped]
+from smg_grpc_proto.generated import sglang_scheduler_pb2 as pb
+
+from kvherd.core.engine.generation import Finish, GenerationRequest, Limits, Sampling, TokenDelta, TokenLogprob
+from kvherd.core.errors import FieldInvalid, Unsupported
+from kvherd.core.ids import RequestId
+
+MOST_CHOICES = 128
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateCall:
+    """A call of Generate. `max_new_tokens` None: as many as the context leaves; `generation` has 0 then.
+
+    `stream_interval` is how many tokens at least a chunk should carry, `n` how many choices are asked for.
+    """
+
+    generation: GenerationRequest
+    max_new_tokens: int | None
+    n: int
+    stream: bool
+    stream_interval: int
+    skip_special_tokens: bool
+
+    def choices(self, max_new_tokens: int) -> list[GenerationRequest]:
+        """One request a choice, of at most so many tokens. Seeds of choices differ, and repeat when the call does."""
+        limits = replace(self.generation.limits, max_new_tokens=max_new_tokens)
+        one = replace(self.generation, limits=limits)
+        return [one] if self.n == 1 else [self._choice(one, index) for index in range(self.n)]
+
+    def _choice(self, one: GenerationRequest, index: int) -> GenerationRequest:
+        seed = one.sampling.seed
+        return replace(
+            one,
+            request=RequestId(f"{one.request}-{index}"),
+            sampling=one.sampling if seed is None else replace(one.sampling, seed=seed + index),
+        )
+
+
+def decode_generate(message: pb.GenerateRequest) -> GenerateCall:
+    """Raises `FieldInvalid`, or `Unsupported` for what cannot be honoured here, by name."""
+    _refuse_what_we_cannot_do(message)
+    if not message.request_id:
+        raise FieldInvalid("request_id", "is missing; give one that is unique among your requests")
+    params = message.sampling_params
+    n = params.n or 1
+    if n > MOST_CHOICES:
+        raise FieldInvalid("n", f"is {n}; at most {MOST_CHOICES} choices")
+    custom = _custom(params)
+    generation = GenerationRequest(
+        request=RequestId(message.request_id),
+        prompt_token_ids=list(message.tokenized.input_ids),
+        limits=_limits(params),
+        sampling=_sampling(message, custom),
+        cache_salt=_text(custom, "cache_salt"),
+        lora=message.lora_id or None,
+        rank=message.data_parallel_rank if message.HasField("data_parallel_rank") else None,
+    )
+    return GenerateCall(
+        generation=generation,
+        max_new_tokens=_max_new_tokens(params),
+        n=n,
+        stream=message.stream,
+        stream_interval=max(1, params.stream_interval),
+        skip_special_tokens=params.skip_special_tokens,
+    )
+
+
+def _refuse_what_we_cannot_do(message: pb.GenerateRequest) -> None:
+    constraint = message.sampling_params.WhichOneof("constraint")
+    asked = {
+        "mm_inputs": message.HasField("mm_inputs") and message.mm_inputs.ByteSize() > 0,
+        "return_hidden_states": message.return_hidden_states,
+        "token_ids_logprob": bool(message.token_ids_logprob),
+        "input_embeds": bool(message.input_embeds),
+        "custom_logit_processor": bool(message.custom_logit_processor),
+        "disaggregated_params": message.HasField("disaggregated_params"),
+        "logprob_start_len above 0, which asks for logprobs of the prompt,": message.return_logprob
+        and message.logprob_start_len > 0,
+        f"sampling_params.{constraint}": constraint is not None and bool(getattr(message.sampling_params, constraint)),
+    }
+    for name, wanted in asked.items():
+        if wanted:
+            raise Unsupported(name)
+
+
+def _limits(params: pb.SamplingParams) -> Limits:
+    return Limits(
+        max_new_tokens=0,
+        min_new_tokens=params.min_new_tokens,
+        stop_token_ids=tuple(params.stop_token_ids),
+        ignore_eos=params.ignore_eos,
+        stop=tuple(params.stop),
+    )
+
+
+def _max_new_tokens(params: pb.SamplingParams) -> int | None:
+    if not params.HasField("max_new_tokens"):
+        return None
+    if params.max_new_tokens == 0:
+        raise FieldInvalid("max_new_tokens", "is 0; ask for 1 or more, or leave it out for as many as fit")
+    return int(params.max_new_tokens)
+
+
+def _sampling(message: pb.GenerateRequest, custom: dict[str, Any]) -> Sampling:
+    logprobs = message.top_logprobs_num if message.return_logprob else None
+    if not message.HasField("sampling_params"):
+        return Sampling(logprobs=logprobs)
+    params = message.sampling_params
+    return Sampling(
+        temperature=params.temperature,
+        top_p=params.top_p or 1.0,
+        top_k=params.top_k or -1,
+        min_p=params.min_p,
+        frequency_penalty=params.frequency_penalty,
+        presence_penalty=params.presence_penalty,
+        repetition_penalty=params.repetition_penalty or 1.0,
+        logit_bias=tuple(_bias(key, value) for key, value in sorted(params.logit_bias.items())),
+        seed=_seed(custom),
+        logprobs=logprobs,
+    )
+
+
+def _bias(key: str, value: float) -> tuple[int, float]:
+    if not (key.isascii() and key.isdigit() and len(key) < 10):
+        raise FieldInvalid(f"logit_bias.{key}", "keys must be token ids")
+    if not -100 <= value <= 100:
+        raise FieldInvalid(f"logit_bias.{key}", f"is {value:g}; it must be between -100 and 100")
+    return int(key), value
+
+
+def _custom(params: pb.SamplingParams) -> dict[str, Any]:
+    return MessageToDict(params.custom_params) if params.HasField("custom_params") else {}
+
+
+def _text(custom: dict[str, Any], name: str) -> str | None:
+    value = custom.get(name)
+    if value is not None and not isinstance(value, str):
+        raise FieldInvalid(f"custom_params.{name}", "must be a string")
+    return value or None
+
+
+def _seed(custom: dict[str, Any]) -> int | None:
+    value = custom.get("seed")
+    if value is None:
+        return None
+    try:
+        seed = int(value)
+    except (TypeError, ValueError, OverflowError):
+        seed = None
+    if seed is None or seed != float(value) or not -(2**63) <= seed < 2**63:
+        raise FieldInvalid("custom_params.seed", "must be a whole number of 64 bits, or its text")
+    return seed
+
+
+# --- answers ---------------------------------------------------------------------------------------------------
+
+
+def encode_chunk(request: RequestId, index: int, delta: TokenDelta) -> pb.GenerateResponse:
+    """News of a streamed choice: the tokens since the last chunk."""
+    chunk = pb.GenerateStreamChunk(
+        token_ids=delta.token_ids,
+        prompt_tokens=delta.prompt_tokens,
+        completion_tokens=delta.completion_tokens,
+        cached_tokens=delta.cached_tokens,
+        output_logprobs=_logprobs(delta.logprobs),
+        index=index,
+    )
+    return pb.GenerateResponse(request_id=request, chunk=chunk)
+
+
+def encode_complete(
+    request: RequestId, index: int, token_ids: Sequence[int], logprobs: Sequence[TokenLogprob], last: TokenDelta
+) -> pb.GenerateResponse:
+    """The end of a choice: all its tokens and logprobs, the counts of its last delta, and why it ended."""
+    finish = last.finish
+    assert finish is not None, "only a last delta completes a choice"
+    complete = pb.GenerateComplete(
+        output_ids=token_ids,
+        finish_reason=finish.reason,
+        prompt_tokens=last.prompt_tokens,
+        completion_tokens=last.completion_tokens,
+        cached_tokens=last.cached_tokens,
+        output_logprobs=_logprobs(logprobs),
+        index=index,
+        **_matched(finish),
+    )
+    return pb.GenerateResponse(request_id=request, complete=complete)
+
+
+def _matched(finish: Finish) -> dict[str, int | str]:
+    if finish.matched is None:
+        return {}
+    return {"matched_stop_str" if isinstance(finish.matched, str) else "matched_token_id": finish.matched}
+
+
+def _logprobs(logprobs: Sequence[TokenLogprob]) -> pb.OutputLogProbs | None:
+    if not logprobs:
+        return None
+    return pb.OutputLogProbs(
+        token_logprobs=[each.logprob for each in logprobs],
+        token_ids=[each.token_id for each in logprobs],
+        top_logprobs=[
+            pb.TopLogProbs(values=[value for _, value in each.top], token_ids=[token for token, _ in each.top])
+            for each in logprobs
+        ],
+    )
