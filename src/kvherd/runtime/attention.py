@@ -1,8 +1,8 @@
-"""Attention of a batch over the paged pool, one plan a step and one call a layer.
+"""Attention of a batch over the paged pool: one plan a step, one call a layer.
 
-A plan is made once for a batch and serves every layer: which pool slots each group of sequences reads, and what it
-must not see. Decode rows of similar context are gathered and multiplied together; a prompt chunk goes alone, in
-pieces of its rows, so that scores never take more than `SCORES_BYTES`.
+A plan is made once for a batch and serves every layer: which blocks each group of sequences reads, and what it must
+not see. One-row sequences of similar context are gathered and multiplied together; a prompt chunk goes alone, in
+pieces of its rows, so that scores take no more than about `SCORES_BYTES` however long the context is.
 """
 
 from collections.abc import Iterable, Sequence
@@ -12,131 +12,145 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvherd.runtime.batch import SequenceRows
-from kvherd.runtime.kv_pool import KvPool
+from kvherd.runtime.kv_pool import Blocks, KvPool
+from kvherd.runtime.scratch import Scratch
 from kvherd.runtime.weights import Floats
 
-SCORES_BYTES = 8 << 20
-_WASTE = 1.5  # a group may gather this many times the slots it needs
-
-Slots = NDArray[np.intp] | slice
+SCORES_BYTES = 4 << 20
+_WASTE = 1.5  # a group may read this many times the blocks it needs
+_MOST_BLOCKS = 2048  # a group reads at most so many, unless one sequence has more
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeGroup:
-    """One-row sequences: `rows` of the batch read `slots` (group, longest); `mask` is 0 or -inf, or None."""
+    """One-row sequences: `rows` of the batch read `blocks` (group, most blocks); `unseen` is 0 or -inf."""
 
     rows: NDArray[np.intp]
-    slots: NDArray[np.intp]
-    mask: Floats | None
+    blocks: Blocks
+    unseen: Floats
 
 
 @dataclass(frozen=True, slots=True)
 class ChunkRows:
-    """Rows first..last of the batch, at `position` onwards, of one sequence that reads `slots`."""
+    """Rows first..last of the batch, at `position` onwards, of one sequence that reads `blocks`."""
 
     first: int
     last: int
     position: int
-    slots: Slots
+    blocks: Blocks
 
 
 Part = DecodeGroup | ChunkRows
+_Single = tuple[int, int, Blocks]  # row, context, blocks
 
 
 def plan_attention(sequences: Sequence[SequenceRows], pool: KvPool) -> list[Part]:
     """Say how the rows of a batch, in its order, attend."""
     parts: list[Part] = []
-    single: list[tuple[int, NDArray[np.intp]]] = []
+    single: list[_Single] = []
     row = 0
     for sequence in sequences:
         count = len(sequence.token_ids)
-        slots = pool.slots(sequence.block_table, sequence.first_position + count)
+        context = sequence.first_position + count
+        blocks = pool.covering(sequence.block_table, context)
         if count == 1:
-            single.append((row, slots))
-        else:
-            parts.append(ChunkRows(row, row + count, sequence.first_position, _as_run(slots)))
+            single.append((row, context, blocks))
+        elif count:
+            parts.append(ChunkRows(row, row + count, sequence.first_position, blocks))
         row += count
-    if len(single) == 1:
-        ((row, slots),) = single
-        parts.append(ChunkRows(row, row + 1, len(slots) - 1, _as_run(slots)))
-    else:
-        parts.extend(_group(members) for members in _alike(single))
+    parts.extend(_group(members, pool.block_size) for members in _alike(single))
     return parts
 
 
-def _as_run(slots: NDArray[np.intp]) -> Slots:
-    """Neighbouring slots as a slice, which reads the pool in place."""
-    first, last = int(slots[0]), int(slots[-1])
-    if last - first == len(slots) - 1 and bool((np.diff(slots) == 1).all()):
-        return slice(first, last + 1)
-    return slots
-
-
-def _alike(single: list[tuple[int, NDArray[np.intp]]]) -> Iterable[list[tuple[int, NDArray[np.intp]]]]:
+def _alike(single: list[_Single]) -> Iterable[list[_Single]]:
     """Split one-row sequences so that none is padded far beyond its context."""
-    group: list[tuple[int, NDArray[np.intp]]] = []
+    group: list[_Single] = []
     needed = 0
-    for member in sorted(single, key=lambda each: len(each[1])):
-        context = len(member[1])
-        if group and (len(group) + 1) * context > _WASTE * (needed + context):
+    for member in sorted(single, key=lambda each: len(each[2])):
+        most = len(member[2])
+        padded = (len(group) + 1) * most
+        if group and (padded > _WASTE * (needed + most) or padded > _MOST_BLOCKS):
             yield group
             group, needed = [], 0
         group.append(member)
-        needed += context
+        needed += most
     if group:
         yield group
 
 
-def _group(members: list[tuple[int, NDArray[np.intp]]]) -> DecodeGroup:
-    contexts = np.array([len(slots) for _, slots in members])
-    longest = int(contexts.max())
-    slots = np.stack([np.pad(slots, (0, longest - len(slots)), mode="edge") for _, slots in members])
-    seen = np.arange(longest)[None, :] < contexts[:, None]
-    mask = None if seen.all() else np.where(seen, 0, -np.inf).astype(np.float32)[:, None, None, :]
-    return DecodeGroup(np.array([row for row, _ in members], dtype=np.intp), slots, mask)
+def _group(members: list[_Single], block_size: int) -> DecodeGroup:
+    most = len(members[-1][2])
+    blocks = np.stack([np.pad(blocks, (0, most - len(blocks)), mode="edge") for _, _, blocks in members])
+    contexts = np.array([context for _, context, _ in members])
+    seen = np.arange(most * block_size) < contexts[:, None]
+    unseen = np.where(seen, 0, -np.inf).astype(np.float32)[:, None, None, None, :]
+    return DecodeGroup(np.array([row for row, _, _ in members], dtype=np.intp), blocks, unseen)
 
 
-def attend(part: Part, queries: Floats, keys: Floats, values: Floats, out: Floats) -> None:
-    """Write the attention of one part's rows.
+class Attention:
+    """Attends with the buffers of one transformer."""
 
-    `queries` and `out` are (rows, kv heads, group, head size), `keys` and `values` one layer of the pool.
-    """
-    match part:
-        case DecodeGroup():
-            _attend_group(part, queries, keys, values, out)
-        case ChunkRows():
-            _attend_chunk(part, queries, keys, values, out)
+    def __init__(self, pool: KvPool, scratch: Scratch) -> None:
+        self._pool = pool
+        self._scratch = scratch
 
+    def attend(self, part: Part, layer: int, queries: Floats, out: Floats) -> None:
+        """Write the attention of one part's rows. `queries` and `out` are (rows, kv heads, group, head size)."""
+        match part:
+            case DecodeGroup():
+                self._attend_group(part, layer, queries, out)
+            case ChunkRows():
+                self._attend_chunk(part, layer, queries, out)
 
-def _attend_group(part: DecodeGroup, queries: Floats, keys: Floats, values: Floats, out: Floats) -> None:
-    gathered = keys[part.slots]  # (group, longest, kv heads, head size)
-    scores = queries[part.rows] @ gathered.transpose(0, 2, 3, 1)
-    if part.mask is not None:
-        scores += part.mask
-    _softmax(scores)
-    out[part.rows] = scores @ values[part.slots].transpose(0, 2, 1, 3)
+    def _read(self, layer: Floats, blocks: Blocks) -> Floats:
+        size = blocks.size * self._pool.block_size
+        return self._pool.read(layer, blocks, self._scratch.take("gathered", size * layer.shape[1] * layer.shape[2]))
 
+    def _attend_group(self, part: DecodeGroup, layer: int, queries: Floats, out: Floats) -> None:
+        # One query head at a time, as a product of a vector and a matrix: three rows at a time took twice as long.
+        asked = queries[part.rows][:, :, :, None, :]
+        keys = self._read(self._pool.keys[layer], part.blocks).transpose(0, 2, 3, 1)[:, :, None]
+        scores = self._scratch.take("scores", *asked.shape[:-1], keys.shape[-1])
+        np.matmul(asked, keys, out=scores)
+        scores += part.unseen
+        total = _exponentials(scores)
+        values = self._read(self._pool.values[layer], part.blocks).transpose(0, 2, 1, 3)[:, :, None]
+        out[part.rows] = (np.matmul(scores, values) / total)[:, :, :, 0]
 
-def _attend_chunk(part: ChunkRows, queries: Floats, keys: Floats, values: Floats, out: Floats) -> None:
-    _, kv_heads, group, size = queries.shape
-    key, value = keys[part.slots].transpose(1, 2, 0), values[part.slots].transpose(1, 0, 2)
-    context = key.shape[-1]
-    piece = max(16, SCORES_BYTES // (4 * kv_heads * group * context))
-    for first in range(part.first, part.last, piece):
-        last = min(first + piece, part.last)
+    def _attend_chunk(self, part: ChunkRows, layer: int, queries: Floats, out: Floats) -> None:
+        heads_of_all = queries.shape[1] * queries.shape[2]
+        context = part.position + part.last - part.first
+        piece = max(16, SCORES_BYTES // (4 * heads_of_all * context))
+        for first in range(part.first, part.last, piece):
+            self._attend_piece(part, (first, min(first + piece, part.last)), layer, queries, out)
+
+    def _attend_piece(self, part: ChunkRows, piece: tuple[int, int], layer: int, queries: Floats, out: Floats) -> None:
+        first, last = piece
+        _, heads, group, size = queries.shape
         count = last - first
-        seen = part.position + last - part.first  # the last row of the piece sees this many tokens
-        asked = queries[first:last].transpose(1, 2, 0, 3).reshape(kv_heads, group * count, size)
-        scores = asked @ key[:, :, :seen]
+        seen = part.position + last - part.first  # so many tokens the last row of the piece sees
+        blocks = part.blocks[: -(-seen // self._pool.block_size)]
+        keys = self._read(self._pool.keys[layer], blocks)[:seen].transpose(1, 2, 0)
+        asked = queries[first:last].transpose(1, 2, 0, 3).reshape(heads, group * count, size)
+        scores = self._scratch.take("scores", heads, group * count, seen)
+        np.matmul(asked, keys, out=scores)
         if count > 1:
-            future = np.triu(np.full((count, count), -np.inf, dtype=np.float32), k=1)
-            scores.reshape(kv_heads, group, count, seen)[..., seen - count :] += future
-        _softmax(scores)
-        answer = scores @ value[:, :seen]
-        out[first:last] = answer.reshape(kv_heads, group, count, size).transpose(2, 0, 1, 3)
+            scores.reshape(heads, group, count, seen)[..., seen - count :] += _future(count)
+        total = _exponentials(scores)
+        values = self._read(self._pool.values[layer], blocks)[:seen].transpose(1, 0, 2)
+        answer = np.matmul(scores, values)
+        answer /= total
+        out[first:last] = answer.reshape(heads, group, count, size).transpose(2, 0, 1, 3)
 
 
-def _softmax(scores: Floats) -> None:
+def _future(count: int) -> Floats:
+    """What each of `count` new tokens must not see of the others."""
+    return np.triu(np.full((count, count), -np.inf, dtype=np.float32), k=1)
+
+
+def _exponentials(scores: Floats) -> Floats:
+    """Turn scores into unnormalised weights in place; give each row's total."""
     scores -= scores.max(axis=-1, keepdims=True)
     np.exp(scores, out=scores)
-    scores /= scores.sum(axis=-1, keepdims=True)
+    total: Floats = scores.sum(axis=-1, keepdims=True)
+    return total

@@ -10,6 +10,7 @@ The digest is of the model file's size, time of change and first bytes, and of `
 import fcntl
 import hashlib
 import logging
+import mmap
 import os
 import tempfile
 import time
@@ -20,6 +21,7 @@ from pathlib import Path
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 from kvherd.core.errors import StartFailed
 from kvherd.runtime.weights import Floats, Weights, from_named
@@ -85,7 +87,7 @@ def _mapped(stem: Path) -> Weights | None:
     """Map a whole entry; None if there is none, or if someone damaged it."""
     try:
         index = msgspec.json.decode(stem.with_suffix(".json").read_bytes(), type=Index)
-        file = np.memmap(stem.with_suffix(".bin"), dtype=np.uint8, mode="r")
+        file = _map(stem.with_suffix(".bin"))
         if len(file) != index.size_bytes:
             return None
         return from_named({name: _view(file, placed) for name, placed in index.arrays.items()}, index.layers)
@@ -93,10 +95,17 @@ def _mapped(stem: Path) -> Weights | None:
         return None
 
 
-def _view(file: np.memmap[tuple[int], np.dtype[np.uint8]], placed: Placed) -> Floats:
+def _map(path: Path) -> NDArray[np.uint8]:
+    """Map a file read-only, with its page table filled at once: page by page it costs the first request a second."""
+    with path.open("rb") as file:
+        flags = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
+        return np.frombuffer(mmap.mmap(file.fileno(), 0, flags=flags, prot=mmap.PROT_READ), dtype=np.uint8)
+
+
+def _view(file: NDArray[np.uint8], placed: Placed) -> Floats:
     rows, columns = placed.shape[::-1] if placed.transposed else placed.shape
     size = rows * columns * 4
-    flat = np.asarray(file[placed.offset : placed.offset + size]).view(np.float32)
+    flat = file[placed.offset : placed.offset + size].view(np.float32)
     array = flat.reshape(rows, columns)
     return array.T if placed.transposed else array
 
