@@ -121,6 +121,9 @@ class KvherdProcess:
         assert len(found) == 1, f"{len(found)} processes with {word!r}: {[command_line(pid) for pid in self.family()]}"
         return found[0]
 
+    def kill_member(self, word: str) -> None:
+        os.kill(self.member(word), signal.SIGKILL)
+
     def signal(self, number: signal.Signals) -> None:
         self._process.send_signal(number)
 

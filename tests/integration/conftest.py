@@ -1,0 +1,25 @@
+"""Real processes on the tiny model. Whatever a test starts is gone when it ends, however it ends."""
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+
+import pytest
+
+from kvherd.testing.herds import HerdProcess, Start, begin_herd
+from kvherd.testing.processes import KvherdProcess
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    """Starts `kvherd` commands."""
+    with ExitStack() as stack:
+        yield lambda *words: stack.enter_context(KvherdProcess(*words))
+
+
+@pytest.fixture(scope="module")
+def herd() -> Iterator[HerdProcess]:
+    """A herd that is up, for tests that leave it as they found it."""
+    with ExitStack() as stack:
+        herd = begin_herd(lambda *words: stack.enter_context(KvherdProcess(*words)))
+        herd.process.wait_for(lambda: herd.is_up, what="the herd is up")
+        yield herd
