@@ -77,31 +77,7 @@ class ConnectionResponder:
         if self._ended:
             self.started = True
             return
-        request, _, http10 = self._incoming
-        parts = [_STATUS_LINES.get(status) or b"HTTP/1.1 %d \r\n" % status]
-        has_id = False
-        for name, value in headers:
-            lower = name.lower()
-            if lower in _NOTABLE:
-                if lower in _OF_THE_CONNECTION:
-                    continue
-                has_id = has_id or lower == b"x-request-id"
-                self._note(lower, value)
-            parts.append(b"%b: %b\r\n" % (name, value))
-        if not has_id:
-            parts.append(b"x-request-id: %b\r\n" % request.request.encode("latin-1"))
-        self._silent = request.method == "HEAD" or status in _BODYLESS
-        if self._left == _WITHOUT_LENGTH and not self._silent:
-            self._delimit(parts, http10=http10)
-        if not self.keep_alive:
-            parts.append(b"connection: close\r\n")
-        elif http10:
-            parts.append(b"connection: keep-alive\r\n")
-        lines = len(parts)
-        parts.append(b"\r\n")
-        head = b"".join(parts)
-        if head.count(b"\n") != lines + 1 or head.count(b"\r") != lines + 1:
-            raise HeaderUnsafe("a header of the answer holds a line break")
+        head = self._head(status, headers)
         self.started = True
         self._outlet.transport.write(head)
 
@@ -155,6 +131,34 @@ class ConnectionResponder:
         self.start(status, headers)
         self.write(body)
         self.end()
+
+    def _head(self, status: int, headers: Sequence[tuple[bytes, bytes]]) -> bytes:
+        request, _, http10 = self._incoming
+        parts = [_STATUS_LINES.get(status) or b"HTTP/1.1 %d \r\n" % status]
+        has_id = False
+        for name, value in headers:
+            lower = name.lower()
+            if lower in _NOTABLE:
+                if lower in _OF_THE_CONNECTION:
+                    continue
+                has_id = has_id or lower == b"x-request-id"
+                self._note(lower, value)
+            parts.append(b"%b: %b\r\n" % (name, value))
+        if not has_id:
+            parts.append(b"x-request-id: %b\r\n" % request.request.encode("latin-1"))
+        self._silent = request.method == "HEAD" or status in _BODYLESS
+        if self._left == _WITHOUT_LENGTH and not self._silent:
+            self._delimit(parts, http10=http10)
+        if not self.keep_alive:
+            parts.append(b"connection: close\r\n")
+        elif http10:
+            parts.append(b"connection: keep-alive\r\n")
+        lines = len(parts)
+        parts.append(b"\r\n")
+        head = b"".join(parts)
+        if head.count(b"\n") != lines + 1 or head.count(b"\r") != lines + 1:
+            raise HeaderUnsafe("a header of the answer holds a line break")
+        return head
 
     def _note(self, name: bytes, value: bytes) -> None:
         if name == b"content-length":

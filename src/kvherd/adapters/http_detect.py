@@ -1,0 +1,126 @@
+"""What an HTTP worker turns out to be, by what it says of itself."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from kvherd.adapters.http_exchange import HttpAnswer, HttpAsker
+from kvherd.adapters.http_url import HttpAddress
+from kvherd.core.errors import WorkerRefused
+from kvherd.core.ids import WorkerId
+from kvherd.ports.worker import WorkerFacts, WorkerKind
+
+_SGLANG_FIELDS = frozenset({"internal_states", "tp_size", "dp_size", "server_args"})
+_ANY_HOST = frozenset({"0.0.0.0", "::", "", "localhost", "127.0.0.1", "::1"})
+_LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
+
+
+@dataclass(frozen=True, slots=True)
+class _Models:
+    names: tuple[str, ...]
+    max_context_tokens: int
+
+
+async def detect(worker: WorkerId, asker: HttpAsker, address: HttpAddress) -> WorkerFacts:
+    """Raises `WorkerError`. A worker must answer `/v1/models`; all else is learned if it is told."""
+    info = (await asker.ask("GET", "/server_info")).document_if_ok()
+    if info.get("engine") == "kvherd" or "kvherd" in info:
+        return _kvherd(info, await _models(worker, asker), address)
+    if _SGLANG_FIELDS & info.keys():
+        return _sglang(info, await _models(worker, asker))
+    version = (await asker.ask("GET", "/version")).document_if_ok()
+    models = await _models(worker, asker)
+    if isinstance(version.get("version"), str):
+        return await _vllm(version["version"], asker, models)
+    return WorkerFacts(WorkerKind.OPENAI_HTTP, models.names, max_context_tokens=models.max_context_tokens)
+
+
+async def _models(worker: WorkerId, asker: HttpAsker) -> _Models:
+    answer = await asker.ask("GET", "/v1/models")
+    listed = answer.document().get("data")
+    if not answer.ok or not isinstance(listed, list):
+        raise WorkerRefused(worker, f"GET /v1/models gave HTTP {answer.status}: {answer.reason()}")
+    models = [model for model in listed if isinstance(model, dict) and isinstance(model.get("id"), str)]
+    return _Models(
+        names=tuple(model["id"] for model in models),
+        max_context_tokens=max((_whole(model.get("max_model_len")) for model in models), default=0),
+    )
+
+
+def _kvherd(info: Mapping[str, Any], models: _Models, address: HttpAddress) -> WorkerFacts:
+    events = info.get("kv_events")
+    target = events.get("grpc") if isinstance(events, dict) else None
+    return WorkerFacts(
+        WorkerKind.KVHERD_HTTP,
+        models.names,
+        block_size=_whole(info.get("block_size")),
+        ranks=max(_whole(info.get("ranks", info.get("dp_size"))), 1),
+        max_context_tokens=_whole(info.get("max_context_tokens")) or models.max_context_tokens,
+        capacity_tokens=_whole(info.get("capacity_tokens")),
+        max_running=_whole(info.get("max_running")),
+        events_url=_reachable(target, address) if isinstance(target, str) else None,
+        version=str(info.get("version", "")),
+    )
+
+
+def _sglang(info: Mapping[str, Any], models: _Models) -> WorkerFacts:
+    states = info.get("internal_states")
+    state = states[0] if isinstance(states, list) and states and isinstance(states[0], dict) else {}
+    memory = state.get("memory_usage")
+    capacity = _whole(info.get("max_total_num_tokens"))
+    if not capacity and isinstance(memory, dict):
+        capacity = _whole(memory.get("token_capacity"))
+    return WorkerFacts(
+        WorkerKind.SGLANG_HTTP,
+        models.names,
+        block_size=_whole(info.get("page_size")),
+        ranks=max(_whole(info.get("dp_size")), 1),
+        max_context_tokens=models.max_context_tokens or _whole(info.get("context_length")),
+        capacity_tokens=capacity,
+        max_running=_whole(state.get("effective_max_running_requests_per_dp")),
+        version=str(info.get("version", "")),
+    )
+
+
+async def _vllm(version: str, asker: HttpAsker, models: _Models) -> WorkerFacts:
+    """vLLM tells its cache's shape only in its metrics, one line for each data-parallel engine."""
+    facts = WorkerFacts(
+        WorkerKind.VLLM_HTTP, models.names, max_context_tokens=models.max_context_tokens, version=version
+    )
+    answer = await asker.ask("GET", "/metrics")
+    lines = answer.body.decode("utf-8", "replace").splitlines() if answer.ok else []
+    engines = [dict(_LABEL.findall(line)) for line in lines if line.startswith("vllm:cache_config_info{")]
+    if not engines:
+        return facts
+    block_size = _number(engines[0].get("block_size", ""))
+    blocks = sum(_number(engine.get("num_gpu_blocks", "")) for engine in engines)
+    return replace(facts, block_size=block_size, ranks=len(engines), capacity_tokens=blocks * block_size)
+
+
+def sum_of(metrics: HttpAnswer, name: str) -> float:
+    """The sum of a metric over its labels in Prometheus' text format; 0 if it is absent."""
+    total = 0.0
+    for line in metrics.body.decode("utf-8", "replace").splitlines():
+        if line.startswith((name + "{", name + " ")):
+            try:
+                total += float(line.rpartition("}")[2].split()[0] if "}" in line else line.split()[1])
+            except (ValueError, IndexError):
+                continue
+    return total
+
+
+def _reachable(target: str, address: HttpAddress) -> str:
+    """Where the events are for us: an engine that listens everywhere, or on its own loopback, is at its own host."""
+    host, _, port = target.removeprefix("grpc://").rpartition(":")
+    if host.strip("[]") in _ANY_HOST:
+        host = address.host if ":" not in address.host else f"[{address.host}]"
+    return f"grpc://{host}:{port}"
+
+
+def _whole(value: object) -> int:
+    return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else 0
+
+
+def _number(text: str) -> int:
+    return int(text) if text.isdecimal() else 0

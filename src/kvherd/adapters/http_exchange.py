@@ -1,0 +1,101 @@
+"""Small requests to a worker and their whole answers, with the worker's errors."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from kvherd.adapters.http_pool import HttpPool, UpstreamBroken, UpstreamUnreachable
+from kvherd.adapters.http_url import HttpAddress
+from kvherd.core.errors import WorkerFailed, WorkerUnreachable
+from kvherd.core.ids import WorkerId
+
+_ANSWER_BYTES = 16 * 1024 * 1024
+_REASON_CHARACTERS = 300
+
+
+@dataclass(frozen=True, slots=True)
+class HttpAnswer:
+    status: int
+    body: bytes
+
+    @property
+    def ok(self) -> bool:
+        return 200 <= self.status < 300
+
+    def document(self) -> Mapping[str, Any]:
+        """The JSON object of the body; empty if it is none."""
+        try:
+            value = msgspec.json.decode(self.body)
+        except (msgspec.MsgspecError, UnicodeDecodeError):
+            return {}
+        return value if isinstance(value, dict) else {}
+
+    def document_if_ok(self) -> Mapping[str, Any]:
+        return self.document() if self.ok else {}
+
+    def reason(self) -> str:
+        """The worker's own words, on one line."""
+        document = self.document()
+        error = document.get("error", document.get("detail", document.get("message")))
+        if isinstance(error, dict):
+            error = error.get("message")
+        words = error if isinstance(error, str) else self.body.decode("utf-8", "replace")
+        words = " ".join(words.split())[:_REASON_CHARACTERS]
+        return words or f"HTTP {self.status} without a word"
+
+
+class AnswerTooLarge(Exception):
+    pass
+
+
+class _Kept:
+    def __init__(self) -> None:
+        self.status = 0
+        self._parts: list[bytes] = []
+        self._size_bytes = 0
+
+    def head(self, status: int, _headers: list[tuple[bytes, bytes]]) -> None:
+        self.status = status
+
+    def body(self, data: bytes) -> None:
+        self._size_bytes += len(data)
+        if self._size_bytes > _ANSWER_BYTES:
+            raise AnswerTooLarge
+        self._parts.append(data)
+
+    async def settle(self) -> None:
+        return
+
+    def answer(self) -> HttpAnswer:
+        return HttpAnswer(self.status, b"".join(self._parts))
+
+
+class HttpAsker:
+    """Asks one worker. Raises `WorkerUnreachable` and `WorkerFailed`; any status is an answer. Deadlines are the
+    caller's.
+    """
+
+    def __init__(self, worker: WorkerId, address: HttpAddress, pool: HttpPool, *, api_key: str | None) -> None:
+        self._worker = worker
+        self._address = address
+        self._pool = pool
+        self._auth = f"authorization: Bearer {api_key}\r\n" if api_key else ""
+
+    async def ask(self, method: str, path: str, *, sent: Callable[[], None] | None = None) -> HttpAnswer:
+        length = "" if method == "GET" else "content-length: 0\r\n"
+        head = (
+            f"{method} {self._address.prefix}{path} HTTP/1.1\r\nhost: {self._address.authority}\r\n"
+            f"accept: */*\r\nuser-agent: kvherd\r\n{self._auth}{length}\r\n"
+        ).encode("latin-1")
+        sink = _Kept()
+        try:
+            await self._pool.exchange(head, b"", sink, repeatable=method == "GET", sent=sent)
+        except UpstreamUnreachable as error:
+            raise WorkerUnreachable(self._worker, str(error)) from None
+        except UpstreamBroken as error:
+            raise WorkerFailed(self._worker, error.reason) from None
+        except AnswerTooLarge:
+            raise WorkerFailed(self._worker, f"its answer to {path} is larger than {_ANSWER_BYTES} bytes") from None
+        return sink.answer()

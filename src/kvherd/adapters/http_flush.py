@@ -1,0 +1,65 @@
+"""Clearing a worker's cache over HTTP, each engine in its own way."""
+
+import asyncio
+from collections.abc import Mapping
+from typing import Any
+
+from kvherd.adapters.http_exchange import HttpAnswer, HttpAsker
+from kvherd.core.errors import WorkerRefused, WorkerUnsupported
+from kvherd.core.ids import Rank, WorkerId
+from kvherd.ports.worker import FlushAnswer, Opened, RankOutcome
+
+_FIRST_PAUSE_S = 0.05
+_LONGEST_PAUSE_S = 0.5
+
+
+async def flush_by_url(worker: WorkerId, asker: HttpAsker, *, timeout_s: float, opened: Opened | None) -> FlushAnswer:
+    """kvherd and SGLang wait by themselves; 400 is their refusal."""
+    answer = await asker.ask("POST", f"/flush_cache?timeout={timeout_s:g}", sent=opened)
+    if answer.status == 404:
+        raise WorkerUnsupported(worker, "flush (it has no /flush_cache)")
+    if not answer.ok and answer.status != 400:
+        raise WorkerRefused(worker, f"HTTP {answer.status}: {answer.reason()}")
+    document = answer.document()
+    done = answer.ok and document.get("success", True) is True
+    message = document.get("message")
+    return FlushAnswer(
+        done=done, message=message if isinstance(message, str) else answer.reason(), ranks=_ranks(document)
+    )
+
+
+async def flush_vllm(worker: WorkerId, asker: HttpAsker, *, timeout_s: float, opened: Opened | None) -> FlushAnswer:
+    """vLLM answers at once whether it could; so it is asked until it could or the time is over."""
+    loop = asyncio.get_running_loop()
+    end_s = loop.time() + timeout_s
+    pause_s = _FIRST_PAUSE_S
+    while True:
+        answer = await asker.ask("POST", "/reset_prefix_cache", sent=opened)
+        opened = None
+        if answer.status == 404:
+            raise WorkerUnsupported(worker, "flush (vLLM must be started with VLLM_SERVER_DEV_MODE=1)")
+        if not answer.ok:
+            raise WorkerRefused(worker, f"HTTP {answer.status}: {answer.reason()}")
+        if _vllm_did(answer):
+            return FlushAnswer(done=True, message="prefix cache reset")
+        left_s = end_s - loop.time()
+        if left_s <= 0:
+            return FlushAnswer(done=False, message=f"still busy after {timeout_s:g} s")
+        await asyncio.sleep(min(pause_s, left_s))
+        pause_s = min(pause_s * 2, _LONGEST_PAUSE_S)
+
+
+def _vllm_did(answer: HttpAnswer) -> bool:
+    """Older versions say nothing but 200."""
+    return answer.document().get("success", True) is True
+
+
+def _ranks(document: Mapping[str, Any]) -> tuple[RankOutcome, ...]:
+    told = document.get("ranks")
+    if not isinstance(told, list):
+        return ()
+    return tuple(
+        RankOutcome(Rank(int(rank["rank"])), done=rank.get("done") is True, message=str(rank.get("message", "")))
+        for rank in told
+        if isinstance(rank, dict) and isinstance(rank.get("rank"), int)
+    )

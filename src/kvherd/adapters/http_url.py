@@ -1,0 +1,53 @@
+"""Which base URLs name a worker."""
+
+import ipaddress
+from dataclasses import dataclass
+from urllib.parse import urlsplit
+
+from kvherd.core.errors import OptionInvalid
+
+_OPTION = "worker URL"
+
+
+@dataclass(frozen=True, slots=True)
+class HttpAddress:
+    """`prefix` is empty or a path without its last slash."""
+
+    host: str
+    port: int
+    prefix: str = ""
+
+    @property
+    def authority(self) -> str:
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+
+def http_address(url: str) -> HttpAddress:
+    """Raises `OptionInvalid` that says what a worker's URL must look like."""
+    try:
+        parts = urlsplit(url)
+        host, port = parts.hostname, parts.port
+    except ValueError as error:
+        raise OptionInvalid(_OPTION, f"{url!r} is no URL: {error}") from None
+    if parts.scheme != "http":
+        why = "TLS to workers is not supported yet" if parts.scheme == "https" else "it must begin with http://"
+        raise OptionInvalid(_OPTION, f"{url!r}: {why}")
+    if not host or not host.isascii() or any(character.isspace() for character in url):
+        raise OptionInvalid(_OPTION, f"{url!r} names no host")
+    if parts.username is not None or parts.query or parts.fragment:
+        raise OptionInvalid(_OPTION, f"{url!r}: only a host, a port and a path are allowed")
+    if port == 0:
+        raise OptionInvalid(_OPTION, f"{url!r}: port 0 is none")
+    _refuse_link_local(url, host)
+    return HttpAddress(host, port or 80, parts.path.rstrip("/"))
+
+
+def _refuse_link_local(url: str, host: str) -> None:
+    """Such addresses reach a cloud's own metadata service, never an engine."""
+    try:
+        address = ipaddress.ip_address(host.partition("%")[0])
+    except ValueError:
+        return
+    mapped = getattr(address, "ipv4_mapped", None)
+    if (mapped or address).is_link_local:
+        raise OptionInvalid(_OPTION, f"{url!r}: link-local addresses are refused")

@@ -1,0 +1,214 @@
+"""An engine worker that speaks HTTP: kvherd's own, vLLM, SGLang, or any OpenAI-compatible server."""
+
+from typing import assert_never
+
+from kvherd.adapters.http_detect import detect, sum_of
+from kvherd.adapters.http_exchange import HttpAnswer, HttpAsker
+from kvherd.adapters.http_flush import flush_by_url, flush_vllm
+from kvherd.adapters.http_pool import HttpPool, UpstreamBroken, UpstreamUnreachable
+from kvherd.adapters.http_url import http_address
+from kvherd.adapters.usage_sniffer import UsageSniffer
+from kvherd.core.errors import WorkerFailed, WorkerRefused, WorkerUnreachable, WorkerUnsupported
+from kvherd.core.ids import WorkerId
+from kvherd.ports.worker import Call, FlushAnswer, Opened, Responder, WorkerFacts, WorkerKind, WorkerLoad
+
+_NOT_FORWARDED = frozenset(
+    {
+        b"connection",
+        b"content-length",
+        b"expect",
+        b"host",
+        b"keep-alive",
+        b"proxy-authorization",
+        b"proxy-connection",
+        b"te",
+        b"trailer",
+        b"transfer-encoding",
+        b"upgrade",
+    }
+)
+_ANOTHER_MAY_SERVE = frozenset({502, 503, 504})
+_STATEFUL = "/v1/responses"
+_REASON_BYTES = 64 * 1024
+
+
+class HttpWorker:
+    """`ports.worker.Worker` over HTTP/1.1. Raises `OptionInvalid` for a base URL that names no worker.
+
+    With `api_key`, it takes the place of whatever authorization a client sent.
+    """
+
+    def __init__(
+        self, worker: WorkerId, base_url: str, *, api_key: str | None = None, pool: HttpPool | None = None
+    ) -> None:
+        self._id = worker
+        self._address = http_address(base_url)
+        self._pool = pool or HttpPool(self._address.host, self._address.port)
+        self._asker = HttpAsker(worker, self._address, self._pool, api_key=api_key)
+        self._host_line = b"host: %b\r\n" % self._address.authority.encode()
+        self._auth_line = b"authorization: Bearer %b\r\n" % api_key.encode() if api_key else b""
+        self._left_out = _NOT_FORWARDED | {b"authorization"} if api_key else _NOT_FORWARDED
+        self._facts: WorkerFacts | None = None
+
+    @property
+    def id(self) -> WorkerId:
+        return self._id
+
+    async def detect(self) -> WorkerFacts:
+        self._facts = await detect(self._id, self._asker, self._address)
+        return self._facts
+
+    async def forward(self, call: Call, responder: Responder) -> None:
+        """An answer of 502, 503 or 504 is raised as `WorkerRefused`, since another worker may do better; any other
+        is the client's, byte for byte.
+        """
+        relayed = _Relayed(call, responder)
+        repeatable = not call.path.startswith(_STATEFUL)
+        try:
+            await self._pool.exchange(self._head(call), call.body, relayed, repeatable=repeatable)
+        except UpstreamUnreachable as error:
+            raise WorkerUnreachable(self._id, str(error)) from None
+        except UpstreamBroken as error:
+            if responder.started:
+                responder.fail(str(WorkerFailed(self._id, error.reason)))
+            raise WorkerFailed(self._id, error.reason) from None
+        relayed.finish(self._id)
+
+    async def probe(self) -> None:
+        answer = await self._asker.ask("GET", "/health")
+        if answer.status == 404:
+            answer = await self._asker.ask("GET", "/v1/models")
+        if not answer.ok:
+            raise WorkerRefused(self._id, f"it is not healthy (HTTP {answer.status}): {answer.reason()}")
+
+    async def load(self) -> WorkerLoad:
+        facts = self._facts or await self.detect()
+        match facts.kind:
+            case WorkerKind.KVHERD_HTTP:
+                return _kvherd_load(await self._asked("/get_loads"))
+            case WorkerKind.VLLM_HTTP:
+                return _metrics_load(await self._asked("/metrics"), facts, _VLLM_METRICS)
+            case WorkerKind.SGLANG_HTTP:
+                return _metrics_load(await self._asked("/metrics"), facts, _SGLANG_METRICS)
+            case _:
+                raise WorkerUnsupported(self._id, "telling its load")
+
+    async def flush(self, *, timeout_s: float, opened: Opened | None = None) -> FlushAnswer:
+        """vLLM cannot wait until it is idle: it is asked again and again until the deadline."""
+        facts = self._facts or await self.detect()
+        match facts.kind:
+            case WorkerKind.KVHERD_HTTP | WorkerKind.SGLANG_HTTP:
+                return await flush_by_url(self._id, self._asker, timeout_s=timeout_s, opened=opened)
+            case WorkerKind.VLLM_HTTP:
+                return await flush_vllm(self._id, self._asker, timeout_s=timeout_s, opened=opened)
+            case WorkerKind.OPENAI_HTTP:
+                raise WorkerUnsupported(self._id, "flush (it is neither kvherd, vLLM nor SGLang)")
+            case (
+                WorkerKind.SGLANG_GRPC | WorkerKind.VLLM_GRPC | WorkerKind.TRTLLM_GRPC | WorkerKind.MLX_GRPC
+            ):  # pragma: no cover - no HTTP worker is detected as one
+                raise WorkerUnsupported(self._id, "flush")
+            case _:
+                assert_never(facts.kind)
+
+    async def close(self) -> None:
+        await self._pool.close()
+
+    async def _asked(self, path: str) -> HttpAnswer:
+        answer = await self._asker.ask("GET", path)
+        if not answer.ok:
+            raise WorkerRefused(self._id, f"GET {path} gave HTTP {answer.status}: {answer.reason()}")
+        return answer
+
+    def _head(self, call: Call) -> bytes:
+        left_out = self._left_out
+        lines = [
+            f"{call.method} {self._address.prefix}{call.path} HTTP/1.1\r\n".encode("latin-1"),
+            self._host_line,
+            *[b"%b: %b\r\n" % header for header in call.headers if header[0] not in left_out],
+            b"content-length: %d\r\n" % len(call.body),
+        ]
+        if self._auth_line:
+            lines.append(self._auth_line)
+        lines.append(b"\r\n")
+        return b"".join(lines)
+
+
+class _Relayed:
+    """An answer on its way to the client: a sink of the pool."""
+
+    __slots__ = ("_call", "_refusal", "_refused_status", "_responder", "_sniffer", "_waits_for_first")
+
+    def __init__(self, call: Call, responder: Responder) -> None:
+        self._call = call
+        self._responder = responder
+        self._refused_status = 0
+        self._refusal = b""
+        self._sniffer: UsageSniffer | None = None
+        self._waits_for_first = False
+
+    def head(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
+        if status in _ANOTHER_MAY_SERVE:
+            self._refused_status = status
+            return
+        call = self._call
+        if status == 200:
+            self._waits_for_first = call.on_first_token is not None
+            if call.on_usage is not None:
+                self._sniffer = UsageSniffer(stream=_is_event_stream(headers))
+        for name, value in call.extra_headers.items():
+            headers.append((name.encode("latin-1"), value.encode("latin-1")))
+        self._responder.start(status, headers)
+
+    def body(self, data: bytes) -> None:
+        if self._refused_status:
+            if len(self._refusal) < _REASON_BYTES:
+                self._refusal += data
+            return
+        if self._waits_for_first and self._call.on_first_token is not None:
+            self._waits_for_first = False
+            self._call.on_first_token()
+        if self._sniffer is not None:
+            self._sniffer.feed(data)
+        self._responder.write(data)
+
+    async def settle(self) -> None:
+        await self._responder.drain()
+
+    def finish(self, worker: WorkerId) -> None:
+        if self._refused_status:
+            answer = HttpAnswer(self._refused_status, self._refusal)
+            raise WorkerRefused(worker, f"HTTP {answer.status}: {answer.reason()}")
+        if self._sniffer is not None and self._call.on_usage is not None:
+            usage = self._sniffer.usage()
+            if usage is not None:
+                self._call.on_usage(usage)
+        self._responder.end()
+
+
+def _is_event_stream(headers: list[tuple[bytes, bytes]]) -> bool:
+    return any(name == b"content-type" and value.startswith(b"text/event-stream") for name, value in headers)
+
+
+_VLLM_METRICS = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc")
+_SGLANG_METRICS = ("sglang:num_running_reqs", "sglang:num_queue_reqs", "sglang:token_usage")
+
+
+def _metrics_load(metrics: HttpAnswer, facts: WorkerFacts, names: tuple[str, str, str]) -> WorkerLoad:
+    running, waiting, used = (sum_of(metrics, name) for name in names)
+    capacity = facts.capacity_tokens
+    return WorkerLoad(int(running), int(waiting), int(used * capacity / max(facts.ranks, 1)), capacity)
+
+
+def _kvherd_load(answer: HttpAnswer) -> WorkerLoad:
+    loads = answer.document().get("loads")
+    ranks = [load for load in loads if isinstance(load, dict)] if isinstance(loads, list) else []
+
+    def total(*names: str) -> int:
+        return sum(next((int(load[name]) for name in names if name in load), 0) for load in ranks)
+
+    return WorkerLoad(
+        running=total("running", "num_running_reqs"),
+        waiting=total("waiting", "num_waiting_reqs"),
+        used_tokens=total("used_tokens", "num_used_tokens"),
+        capacity_tokens=total("capacity_tokens", "max_total_num_tokens"),
+    )

@@ -1,0 +1,77 @@
+"""What an answer cost, read from its bytes as they pass by, untouched: `usage` in a JSON body or an SSE event."""
+
+import msgspec
+
+from kvherd.ports.completions import Usage
+
+_KEY = b'"usage"'
+_KEPT_BYTES = 1024 * 1024
+
+
+class _PromptDetails(msgspec.Struct):
+    cached_tokens: int | None = None
+
+
+class _UsageObject(msgspec.Struct):
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+    prompt_tokens_details: _PromptDetails | None = None
+
+
+class _Answer(msgspec.Struct):
+    usage: _UsageObject | None = None
+
+
+_decoder = msgspec.json.Decoder(_Answer)
+
+
+class UsageSniffer:
+    """Feed it the body's pieces; `usage` is the last one told, None if there was none or it could not be read.
+
+    Of an event stream it keeps an unfinished line, of another body the whole; past 1 MiB it gives up and keeps nothing.
+    """
+
+    __slots__ = ("_kept", "_stream", "_told")
+
+    def __init__(self, *, stream: bool) -> None:
+        self._stream = stream
+        self._kept = b""
+        self._told: Usage | None = None
+
+    def feed(self, data: bytes) -> None:
+        if not self._stream:
+            self._keep(self._kept + data if self._kept else data)
+            return
+        if self._kept:
+            data = self._kept + data
+            self._kept = b""
+        if not data.endswith(b"\n"):
+            end = data.rfind(b"\n") + 1
+            self._keep(data[end:])
+            data = data[:end]
+        if _KEY in data:
+            for line in data.split(b"\n"):
+                if _KEY in line and line.startswith(b"data:"):
+                    self._read(line[5:])
+
+    def usage(self) -> Usage | None:
+        """Call once, when the body is complete."""
+        if not self._stream and _KEY in self._kept:
+            self._read(self._kept)
+        return self._told
+
+    def _keep(self, data: bytes) -> None:
+        self._kept = data if len(data) <= _KEPT_BYTES else b""
+
+    def _read(self, document: bytes) -> None:
+        try:
+            usage = _decoder.decode(document).usage
+        except (msgspec.MsgspecError, UnicodeDecodeError):  # not as OpenAI has it: then there is nothing to tell
+            return
+        if usage is not None:
+            details = usage.prompt_tokens_details
+            self._told = Usage(
+                prompt_tokens=usage.prompt_tokens or 0,
+                cached_tokens=(details.cached_tokens or 0) if details is not None else 0,
+                completion_tokens=usage.completion_tokens or 0,
+            )
