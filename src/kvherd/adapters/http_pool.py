@@ -7,7 +7,7 @@ that a sink which cannot keep up bounds what is read, after every `_SETTLE_BYTES
 import asyncio
 from collections import deque
 from collections.abc import Callable
-from typing import Protocol
+from typing import Protocol, cast
 
 import httptools
 
@@ -132,8 +132,7 @@ class UpstreamConnection(asyncio.Protocol):
     # --- called by the event loop ---------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self.transport = transport
+        self.transport = cast("asyncio.Transport", transport)  # uvloop's is none by class
 
     def data_received(self, data: bytes) -> None:
         if self._sink is None:  # an answer that nobody asked for must not become the next request's

@@ -8,6 +8,7 @@ request waits behind the one being answered, so that a client that only sends ca
 import asyncio
 import logging
 from dataclasses import dataclass, field
+from typing import cast
 
 from kvherd.core.errors import CallerTooSlow, GatewayFull, GatewayStopping, KvherdError
 from kvherd.core.ids import RequestId
@@ -89,13 +90,12 @@ class Connection(asyncio.Protocol):
     # --- called by the event loop ---------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self.transport = transport
+        self.transport = cast("asyncio.Transport", transport)  # uvloop's is none by class
         premises = self._premises
-        self._peer = _address(transport, "peername")
-        self._server = _address(transport, "sockname")
+        self._peer = _address(self.transport, "peername")
+        self._server = _address(self.transport, "sockname")
         self._parser = RequestParser(premises.limits, self._peer)
-        transport.set_write_buffer_limits(high=premises.limits.write_buffer_bytes)
+        self.transport.set_write_buffer_limits(high=premises.limits.write_buffer_bytes)
         if len(premises.connections) >= premises.limits.connections:
             self._parser.refuse(GatewayFull(premises.limits.connections))
         elif premises.stopping:
