@@ -32,23 +32,16 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class _Plan:
+class Plan:
     """All that is decided before anything runs. `runs` has `n` choices for each prompt, in order."""
 
-    call: ChatCall | CompletionCall
     prompts: list[list[int]]
+    n: int
     runs: list[Run]
-    answers: Answers
-
-    def echo(self, index: int, tokenizer: Tokenizer) -> str:
-        if not isinstance(self.call, CompletionCall) or not self.call.echo:
-            return ""
-        prompt = self.call.prompts[index // self.call.options.n]
-        return prompt if isinstance(prompt, str) else tokenizer.decode(list(prompt), skip_special_tokens=False)
 
     def usage(self) -> Usage:
         """A prompt counts once, however many choices it has; cached is what none of them had to compute."""
-        n = self.call.options.n
+        n = self.n
         choices = [run.choice for run in self.runs]
         return Usage(
             prompt_tokens=sum(map(len, self.prompts)),
@@ -99,12 +92,12 @@ class OpenAiCompletions:
         prompts: list[list[int]] | None = None,
     ) -> bytes:
         """As the port has it; `prompts` may bring what `prompt_ids` gave before, to save the work."""
-        plan = self._plan(call, request, prompts)
-        choices = [ChoiceAnswer(plan.echo(index, self._tokenizer)) for index in range(len(plan.runs))]
+        plan = self.plan(call, request=request, prompts=prompts)
+        choices = [ChoiceAnswer(echo) for echo in self._echoes(call, plan)]
         async with aclosing(pieces(plan.runs, generate)) as news:
             async for index, delta in news:
                 choices[index].add(delta)
-        return plan.answers.whole(choices, _fields_of(plan.usage()))
+        return self._answers(call, request).whole(choices, _fields_of(plan.usage()))
 
     async def stream(
         self,
@@ -115,14 +108,16 @@ class OpenAiCompletions:
         prompts: list[list[int]] | None = None,
     ) -> AsyncGenerator[bytes, None]:
         """As the port has it. Errors of `generate` before its first delta are raised, not streamed."""
-        plan = self._plan(call, request, prompts)
+        plan = self.plan(call, request=request, prompts=prompts)
+        answers = self._answers(call, request)
         opened = False
         try:
             async with aclosing(pieces(plan.runs, generate)) as news:
                 async for index, delta in news:
-                    frames = plan.answers.frames(index, delta)
+                    frames = answers.frames(index, delta)
                     if not opened:
-                        frames = self._openings(plan) + frames
+                        openings = (answers.opening(place, echo) for place, echo in enumerate(self._echoes(call, plan)))
+                        frames = b"".join(openings) + frames
                         opened = True
                     if frames:
                         yield frames
@@ -133,14 +128,12 @@ class OpenAiCompletions:
             _log.warning("the answer to %s broke off: %r", request, error)
             yield error_frame(error)
             return
-        yield (plan.answers.usage_frame(_fields_of(plan.usage())) if call.options.include_usage else b"") + DONE
+        yield (answers.usage_frame(_fields_of(plan.usage())) if call.options.include_usage else b"") + DONE
 
-    def _openings(self, plan: _Plan) -> bytes:
-        return b"".join(
-            plan.answers.opening(index, plan.echo(index, self._tokenizer)) for index in range(len(plan.runs))
-        )
-
-    def _plan(self, call: ChatCall | CompletionCall, request: RequestId, prompts: list[list[int]] | None) -> _Plan:
+    def plan(
+        self, call: ChatCall | CompletionCall, *, request: RequestId, prompts: list[list[int]] | None = None
+    ) -> Plan:
+        """Decide everything before anything runs. Raises `CallerError`."""
         options = call.options
         prompts = self.prompt_ids(call) if prompts is None else prompts
         if len(prompts) * options.n > _MOST_RUNS:
@@ -151,7 +144,17 @@ class OpenAiCompletions:
             for place, (prompt, limit) in enumerate(zip(prompts, limits, strict=True))
             for choice in range(options.n)
         ]
-        return _Plan(call, prompts, runs, self._answers(call, request))
+        return Plan(prompts, options.n, runs)
+
+    def _echoes(self, call: ChatCall | CompletionCall, plan: Plan) -> list[str]:
+        """What stands before the text of each choice."""
+        if not isinstance(call, CompletionCall) or not call.echo:
+            return [""] * len(plan.runs)
+        echoes = [
+            prompt if isinstance(prompt, str) else self._tokenizer.decode(list(prompt), skip_special_tokens=False)
+            for prompt in call.prompts
+        ]
+        return [echo for echo in echoes for _ in range(plan.n)]
 
     def _run(
         self,

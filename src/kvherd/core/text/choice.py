@@ -1,7 +1,7 @@
 """The life of one choice of an answer: tokens in, text to show out, until it ends."""
 
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kvherd.core.engine.generation import Finish, FinishReason, Limits, TokenDelta, TokenLogprob
 from kvherd.core.text.detokenizer import Decode, IncrementalDetokenizer
@@ -18,11 +18,12 @@ class ShownToken:
 
 @dataclass(frozen=True, slots=True)
 class TextDelta:
-    """What to show now. The last has `finish`; none follows it."""
+    """What to show now. The last has `finish`; none follows it. `token_ids` are those taken, whether shown or not."""
 
     text: str
     tokens: tuple[ShownToken, ...] = ()
     finish: Finish | None = None
+    token_ids: tuple[int, ...] = field(default=(), compare=False)
 
 
 @dataclass(slots=True)
@@ -61,13 +62,13 @@ class Choice:
             pieces.append(self._feed_token(token_id, delta.logprobs[index] if delta.logprobs else None))
             if self.finish is not None:
                 break
-        left_out = delta.completion_tokens - len(delta.token_ids)
-        self.completion_tokens = left_out + len(pieces) if self.finish is not None else delta.completion_tokens
+        taken = len(pieces)
+        self.completion_tokens = delta.completion_tokens - (len(delta.token_ids) - taken)
         if delta.finish is not None and self.finish is None:
             pieces.append(self._end(delta.finish))
         text = "".join(pieces)
         self._shown_length += len(text)
-        return TextDelta(text, self._complete_tokens(), self.finish)
+        return TextDelta(text, self._complete_tokens(), self.finish, delta.token_ids[:taken])
 
     def _feed_token(self, token_id: int, logprob: TokenLogprob | None) -> str:
         text = self._detokenizer.feed([token_id])

@@ -11,7 +11,7 @@ from kvherd.wire.openai.fields import Fields, text_item, token_item
 MOST_CHOICES = 128
 MOST_STOPS = 16
 MOST_TOP_LOGPROBS = 20
-_MOST_TOKENS = 2**31 - 1
+MOST_TOKENS = 2**31 - 1
 
 # Fields that would change the answer and that we cannot honour, by what makes them harmless.
 _REFUSED: dict[str, tuple[Any, ...]] = {
@@ -45,9 +45,9 @@ def read_options(fields: Fields, *, logprobs: int | None) -> CallOptions:
     max_new_tokens = _max_new_tokens(fields)
     return CallOptions(
         model=fields.required_text("model", "name the model that should answer"),
-        sampling=_sampling(fields, logprobs),
+        sampling=read_sampling(fields, logprobs=logprobs),
         max_new_tokens=max_new_tokens,
-        limits=_limits(fields, max_new_tokens),
+        limits=read_limits(fields, max_new_tokens),
         n=_choices(fields),
         stream=stream,
         include_usage=_include_usage(fields, stream=stream),
@@ -67,17 +67,18 @@ def refuse_what_we_cannot_do(fields: Fields) -> None:
         raise Unsupported(f"response_format {form}" if isinstance(form, str) else "response_format")
 
 
-def _sampling(fields: Fields, logprobs: int | None) -> Sampling:
+def read_sampling(fields: Fields, *, logprobs: int | None, seed: str = "seed") -> Sampling:
+    """`seed` is what the field of this name is called here."""
     return Sampling(
         temperature=fields.number("temperature", 1.0, low=0.0, high=2.0),
         top_p=_above_zero(fields, "top_p", high=1.0),
-        top_k=fields.integer("top_k", -1, low=-1, high=_MOST_TOKENS) or -1,  # 0 is another way to say all
+        top_k=fields.integer("top_k", -1, low=-1, high=MOST_TOKENS) or -1,  # 0 is another way to say all
         min_p=fields.number("min_p", 0.0, low=0.0, high=1.0),
         frequency_penalty=fields.number("frequency_penalty", 0.0, low=-2.0, high=2.0),
         presence_penalty=fields.number("presence_penalty", 0.0, low=-2.0, high=2.0),
         repetition_penalty=_above_zero(fields, "repetition_penalty", high=2.0),
         logit_bias=_logit_bias(fields),
-        seed=fields.integer("seed", None, low=-(2**63), high=2**63 - 1),
+        seed=fields.integer(seed, None, low=-(2**63), high=2**63 - 1),
         logprobs=logprobs,
     )
 
@@ -100,13 +101,14 @@ def _logit_bias(fields: Fields) -> tuple[tuple[int, float], ...]:
 
 def _max_new_tokens(fields: Fields) -> int | None:
     name = "max_tokens" if fields.get("max_completion_tokens") is None else "max_completion_tokens"
-    return fields.integer(name, None, low=1, high=_MOST_TOKENS)
+    return fields.integer(name, None, low=1, high=MOST_TOKENS)
 
 
-def _limits(fields: Fields, max_new_tokens: int | None) -> Limits:
-    min_new_tokens = fields.integer("min_tokens", 0, low=0, high=_MOST_TOKENS)
+def read_limits(fields: Fields, max_new_tokens: int | None, *, least: str = "min_tokens") -> Limits:
+    """`least` is what the field of the fewest tokens is called here."""
+    min_new_tokens = fields.integer(least, 0, low=0, high=MOST_TOKENS)
     if max_new_tokens is not None and min_new_tokens > max_new_tokens:
-        raise fields.invalid("min_tokens", f"must not be above the most allowed, {max_new_tokens}")
+        raise fields.invalid(least, f"must not be above the most allowed, {max_new_tokens}")
     return Limits(
         max_new_tokens=max_new_tokens or 0,
         min_new_tokens=min_new_tokens,

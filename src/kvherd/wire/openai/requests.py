@@ -38,7 +38,7 @@ def decode_completion(body: bytes) -> CompletionCall:
     echo = fields.flag("echo")
     if echo and logprobs is not None:
         raise Unsupported("echo with logprobs, which asks for logprobs of the prompt,")
-    return CompletionCall(options=read_options(fields, logprobs=logprobs), prompts=_prompts(fields), echo=echo)
+    return CompletionCall(options=read_options(fields, logprobs=logprobs), prompts=read_prompts(fields), echo=echo)
 
 
 def _chat_logprobs(fields: Fields) -> int | None:
@@ -49,7 +49,7 @@ def _chat_logprobs(fields: Fields) -> int | None:
     return (top or 0) if wanted else None
 
 
-def _prompts(fields: Fields) -> tuple[str | tuple[int, ...], ...]:
+def read_prompts(fields: Fields) -> tuple[str | tuple[int, ...], ...]:
     prompt = fields.get("prompt")
     if isinstance(prompt, str) and prompt:
         return (prompt,)

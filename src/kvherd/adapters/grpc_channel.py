@@ -1,0 +1,57 @@
+"""Connections to gRPC workers: how they are kept, and what their statuses mean."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import grpc
+import grpc.aio
+
+from kvherd.core.errors import WorkerError, WorkerUnreachable
+from kvherd.core.ids import WorkerId
+from kvherd.wire.status import worker_error
+
+_MOST_MESSAGE_BYTES = 64 << 20
+_OPTIONS = [
+    ("grpc.max_receive_message_length", _MOST_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", _MOST_MESSAGE_BYTES),
+    # a host that vanished without a word is noticed in the middle of a silent prefill, too
+    ("grpc.keepalive_time_ms", 30_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+    # whether and where to try again is the gateway's decision
+    ("grpc.enable_retries", 0),
+    ("grpc.initial_reconnect_backoff_ms", 200),
+    ("grpc.min_reconnect_backoff_ms", 200),
+    ("grpc.max_reconnect_backoff_ms", 2_000),
+    # two channels to one worker are two connections: closing one must not disturb the other
+    ("grpc.use_local_subchannel_pool", 1),
+]
+
+
+def open_channel(target: str) -> grpc.aio.Channel:
+    """A channel to `host:port` or `grpc://host:port`; it connects when first used. To be closed by the caller."""
+    return grpc.aio.insecure_channel(target.removeprefix("grpc://"), options=_OPTIONS)
+
+
+async def connect(channel: grpc.aio.Channel, worker: WorkerId) -> None:
+    """Return when connected. Raises `WorkerUnreachable` when an attempt failed; without end if none does."""
+    state = channel.get_state(try_to_connect=True)
+    while state is not grpc.ChannelConnectivity.READY:
+        if state in (grpc.ChannelConnectivity.TRANSIENT_FAILURE, grpc.ChannelConnectivity.SHUTDOWN):
+            raise WorkerUnreachable(worker)
+        await channel.wait_for_state_change(state)
+        state = channel.get_state(try_to_connect=True)
+
+
+@contextmanager
+def rpc_errors(worker: WorkerId, what: str, *, after_s: float = 0.0) -> Iterator[None]:
+    """Raise what a failed call of `what` means as a `WorkerError`; `after_s` is the deadline the worker was given."""
+    try:
+        yield
+    except grpc.aio.AioRpcError as error:
+        raise as_worker_error(worker, error, what, after_s=after_s) from error
+    except grpc.aio.UsageError as error:
+        raise WorkerUnreachable(worker, "the connection was closed here") from error
+
+
+def as_worker_error(worker: WorkerId, error: grpc.aio.AioRpcError, what: str, *, after_s: float = 0.0) -> WorkerError:
+    return worker_error(worker, error.code().name, error.details() or "", what=what, after_s=after_s)

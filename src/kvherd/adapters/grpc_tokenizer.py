@@ -1,0 +1,54 @@
+"""A worker's tokenizer, fetched from the worker itself by `GetTokenizer`."""
+
+import asyncio
+import hashlib
+
+import grpc.aio
+from smg_grpc_proto.generated import common_pb2, sglang_scheduler_pb2_grpc
+
+from kvherd.adapters.grpc_channel import open_channel, rpc_errors
+from kvherd.adapters.tokenizer import ARCHIVE_LIMIT_BYTES, ModelTokenizer, tokenizer_from_zip
+from kvherd.core.errors import KvherdError, WorkerError, WorkerFailed, WorkerTimedOut
+from kvherd.core.ids import WorkerId
+
+
+async def fetch_tokenizer(target: str, deadline_s: float) -> ModelTokenizer:
+    """The tokenizer of the engine at `host:port` or `grpc://host:port`. Raises `WorkerError`."""
+    worker = WorkerId(target if "://" in target else f"grpc://{target}")
+    channel = open_channel(target)
+    try:
+        async with asyncio.timeout(deadline_s):
+            return await tokenizer_over(channel, worker)
+    except TimeoutError:
+        raise WorkerTimedOut(worker, deadline_s) from None
+    finally:
+        await channel.close()
+
+
+async def tokenizer_over(channel: grpc.aio.Channel, worker: WorkerId) -> ModelTokenizer:
+    """As `fetch_tokenizer`, on a channel that is open already. The deadline is the caller's."""
+    stub = sglang_scheduler_pb2_grpc.SglangSchedulerStub(channel)
+    archive, digest = bytearray(), ""
+    with rpc_errors(worker, "GetTokenizer"):
+        call = stub.GetTokenizer(common_pb2.GetTokenizerRequest())
+        try:
+            async for chunk in call:
+                archive += chunk.data
+                digest = chunk.sha256 or digest
+                if len(archive) > ARCHIVE_LIMIT_BYTES:
+                    raise WorkerFailed(worker, f"its tokenizer is larger than {ARCHIVE_LIMIT_BYTES} bytes")
+        finally:
+            call.cancel()
+    # unpacking and building take a few hundred milliseconds
+    return await asyncio.to_thread(_checked, worker, bytes(archive), digest)
+
+
+def _checked(worker: WorkerId, archive: bytes, digest: str) -> ModelTokenizer:
+    if hashlib.sha256(archive).hexdigest() != digest.lower():
+        raise WorkerFailed(worker, "its tokenizer arrived damaged: the SHA-256 differs")
+    try:
+        return tokenizer_from_zip(archive)
+    except WorkerError:
+        raise
+    except KvherdError as error:
+        raise WorkerFailed(worker, f"its tokenizer cannot be used: {error}") from error
