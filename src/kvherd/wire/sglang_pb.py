@@ -7,75 +7,54 @@ are 1, top_k 0 is all, n 0 is 1. temperature 0 is greedy. A request without `sam
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from google.protobuf.json_format import MessageToDict  # type: ignore[import-untyped]
 from smg_grpc_proto.generated import sglang_scheduler_pb2 as pb
 
-from kvherd.core.engine.generation import Finish, GenerationRequest, Limits, Sampling, TokenDelta, TokenLogprob
+from kvherd.core.engine.generation import Finish, GenerationRequest, Limits, Sampling, TokenLogprob
+from kvherd.core.engine.reports import RankLoad
 from kvherd.core.errors import FieldInvalid, Unsupported
-from kvherd.core.ids import RequestId
+from kvherd.core.ids import Rank, RequestId
 
 MOST_CHOICES = 128
+_SEEDS = 2**63
 
 
-@dataclass(frozen=True, slots=True)
-class GenerateCall:
-    """A call of Generate. `max_new_tokens` None: as many as the context leaves; `generation` has 0 then.
+def decode_generate(message: pb.GenerateRequest, *, room: int) -> list[GenerationRequest]:
+    """One request a choice; `room` is how many new tokens the context leaves, for a call that names no number.
 
-    `stream_interval` is how many tokens at least a chunk should carry, `n` how many choices are asked for.
+    Choices of one call have ids and seeds of their own, the same whenever the call is the same. Raises `FieldInvalid`,
+    or `Unsupported` for what cannot be honoured here, by name.
     """
-
-    generation: GenerationRequest
-    max_new_tokens: int | None
-    n: int
-    stream: bool
-    stream_interval: int
-    skip_special_tokens: bool
-
-    def choices(self, max_new_tokens: int) -> list[GenerationRequest]:
-        """One request a choice, of at most so many tokens. Seeds of choices differ, and repeat when the call does."""
-        limits = replace(self.generation.limits, max_new_tokens=max_new_tokens)
-        one = replace(self.generation, limits=limits)
-        return [one] if self.n == 1 else [self._choice(one, index) for index in range(self.n)]
-
-    def _choice(self, one: GenerationRequest, index: int) -> GenerationRequest:
-        seed = one.sampling.seed
-        return replace(
-            one,
-            request=RequestId(f"{one.request}-{index}"),
-            sampling=one.sampling if seed is None else replace(one.sampling, seed=seed + index),
-        )
-
-
-def decode_generate(message: pb.GenerateRequest) -> GenerateCall:
-    """Raises `FieldInvalid`, or `Unsupported` for what cannot be honoured here, by name."""
     _refuse_what_we_cannot_do(message)
     if not message.request_id:
         raise FieldInvalid("request_id", "is missing; give one that is unique among your requests")
-    params = message.sampling_params
-    n = params.n or 1
+    n = message.sampling_params.n or 1
     if n > MOST_CHOICES:
         raise FieldInvalid("n", f"is {n}; at most {MOST_CHOICES} choices")
-    custom = _custom(params)
-    generation = GenerationRequest(
+    one = _generation(message, room)
+    return [one] if n == 1 else [_choice(one, index) for index in range(n)]
+
+
+def _generation(message: pb.GenerateRequest, room: int) -> GenerationRequest:
+    custom = _custom(message.sampling_params)
+    return GenerationRequest(
         request=RequestId(message.request_id),
         prompt_token_ids=list(message.tokenized.input_ids),
-        limits=_limits(params),
+        limits=_limits(message.sampling_params, room),
         sampling=_sampling(message, custom),
         cache_salt=_text(custom, "cache_salt"),
         lora=message.lora_id or None,
         rank=message.data_parallel_rank if message.HasField("data_parallel_rank") else None,
     )
-    return GenerateCall(
-        generation=generation,
-        max_new_tokens=_max_new_tokens(params),
-        n=n,
-        stream=message.stream,
-        stream_interval=max(1, params.stream_interval),
-        skip_special_tokens=params.skip_special_tokens,
-    )
+
+
+def _choice(one: GenerationRequest, index: int) -> GenerationRequest:
+    seed = one.sampling.seed
+    sampling = one.sampling if seed is None else replace(one.sampling, seed=(seed + index) % _SEEDS)
+    return replace(one, request=RequestId(f"{one.request}-{index}"), sampling=sampling)
 
 
 def _refuse_what_we_cannot_do(message: pb.GenerateRequest) -> None:
@@ -96,22 +75,17 @@ def _refuse_what_we_cannot_do(message: pb.GenerateRequest) -> None:
             raise Unsupported(name)
 
 
-def _limits(params: pb.SamplingParams) -> Limits:
+def _limits(params: pb.SamplingParams, room: int) -> Limits:
+    asked = params.max_new_tokens if params.HasField("max_new_tokens") else room
+    if asked == 0:
+        raise FieldInvalid("max_new_tokens", "is 0; ask for 1 or more, or leave it out for as many as fit")
     return Limits(
-        max_new_tokens=0,
+        max_new_tokens=asked,
         min_new_tokens=params.min_new_tokens,
         stop_token_ids=tuple(params.stop_token_ids),
         ignore_eos=params.ignore_eos,
         stop=tuple(params.stop),
     )
-
-
-def _max_new_tokens(params: pb.SamplingParams) -> int | None:
-    if not params.HasField("max_new_tokens"):
-        return None
-    if params.max_new_tokens == 0:
-        raise FieldInvalid("max_new_tokens", "is 0; ask for 1 or more, or leave it out for as many as fit")
-    return int(params.max_new_tokens)
 
 
 def _sampling(message: pb.GenerateRequest, custom: dict[str, Any]) -> Sampling:
@@ -168,45 +142,17 @@ def _seed(custom: dict[str, Any]) -> int | None:
 # --- answers ---------------------------------------------------------------------------------------------------
 
 
-def encode_chunk(request: RequestId, index: int, delta: TokenDelta) -> pb.GenerateResponse:
-    """News of a streamed choice: the tokens since the last chunk."""
-    chunk = pb.GenerateStreamChunk(
-        token_ids=delta.token_ids,
-        prompt_tokens=delta.prompt_tokens,
-        completion_tokens=delta.completion_tokens,
-        cached_tokens=delta.cached_tokens,
-        output_logprobs=_logprobs(delta.logprobs),
-        index=index,
-    )
-    return pb.GenerateResponse(request_id=request, chunk=chunk)
+def encode_finish(finish: Finish, complete: pb.GenerateComplete) -> None:
+    """Write why a generation ended."""
+    complete.finish_reason = finish.reason
+    if isinstance(finish.matched, str):
+        complete.matched_stop_str = finish.matched
+    elif finish.matched is not None:
+        complete.matched_token_id = finish.matched
 
 
-def encode_complete(
-    request: RequestId, index: int, token_ids: Sequence[int], logprobs: Sequence[TokenLogprob], last: TokenDelta
-) -> pb.GenerateResponse:
-    """The end of a choice: all its tokens and logprobs, the counts of its last delta, and why it ended."""
-    finish = last.finish
-    assert finish is not None, "only a last delta completes a choice"
-    complete = pb.GenerateComplete(
-        output_ids=token_ids,
-        finish_reason=finish.reason,
-        prompt_tokens=last.prompt_tokens,
-        completion_tokens=last.completion_tokens,
-        cached_tokens=last.cached_tokens,
-        output_logprobs=_logprobs(logprobs),
-        index=index,
-        **_matched(finish),
-    )
-    return pb.GenerateResponse(request_id=request, complete=complete)
-
-
-def _matched(finish: Finish) -> dict[str, int | str]:
-    if finish.matched is None:
-        return {}
-    return {"matched_stop_str" if isinstance(finish.matched, str) else "matched_token_id": finish.matched}
-
-
-def _logprobs(logprobs: Sequence[TokenLogprob]) -> pb.OutputLogProbs | None:
+def encode_logprobs(logprobs: Sequence[TokenLogprob]) -> pb.OutputLogProbs | None:
+    """None where nobody asked for any."""
     if not logprobs:
         return None
     return pb.OutputLogProbs(
@@ -217,3 +163,26 @@ def _logprobs(logprobs: Sequence[TokenLogprob]) -> pb.OutputLogProbs | None:
             for each in logprobs
         ],
     )
+
+
+def encode_load(rank: Rank, load: RankLoad) -> pb.SchedulerLoad:
+    """`utilization` is the share of the places in the running batch that are taken."""
+    return pb.SchedulerLoad(
+        dp_rank=rank,
+        num_running_reqs=load.running,
+        num_waiting_reqs=load.waiting,
+        num_total_reqs=load.running + load.waiting,
+        num_used_tokens=load.used_tokens,
+        max_total_num_tokens=load.capacity_tokens,
+        token_usage=_share(load.used_tokens, load.capacity_tokens),
+        gen_throughput=load.gen_tokens_per_s,
+        cache_hit_rate=_share(load.cached_tokens_total, load.prompt_tokens_total),
+        utilization=_share(load.running, load.max_running),
+        max_running_requests=load.max_running,
+        num_waiting_uncached_tokens=load.waiting_uncached_tokens,
+        queues=pb.QueueMetrics(waiting=load.waiting),
+    )
+
+
+def _share(part: int, whole: int) -> float:
+    return part / whole if whole else 0.0
