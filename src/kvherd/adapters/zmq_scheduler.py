@@ -138,10 +138,10 @@ class ZmqScheduler:
                 stream.woken.clear()
                 delta = stream.inbox.take()
                 if delta is not None:
-                    yield delta
-                if stream.inbox.finished:
-                    return
-                if stream.error is not None:
+                    yield delta  # more may come in while the reader has this one, its end too
+                    if delta.finish is not None:
+                        return
+                if stream.error is not None and not stream.inbox.finished:
                     raise stream.error
         finally:
             self._release(request.request, stream)
