@@ -265,6 +265,11 @@ class ZmqScheduler:
             except FrameInvalid as error:
                 self.bad_frames += 1
                 log.warning("dropped bad frame number %d: %s", self.bad_frames, error)
+            except asyncio.CancelledError:
+                if self._failure is None:  # not by us: pyzmq cancels a receive whose socket was closed
+                    log.error("the socket of the schedulers was closed")
+                    self._fail(SchedulerDied(0, "its socket was closed"))
+                raise
             except zmq.ZMQError as error:
                 if not isinstance(self._failure, EngineStopping):
                     log.exception("the socket of the schedulers broke")
