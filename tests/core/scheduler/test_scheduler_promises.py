@@ -1,0 +1,119 @@
+"""What holds for any schedule of requests, steps, aborts, flushes and time."""
+
+import os
+from operator import add
+from typing import Any
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from kvherd.core.engine.generation import FinishReason, GenerationRequest
+from kvherd.testing.scheduler_stage import EOS, Stage, cold_answer, limits, request
+
+EXAMPLES = int(os.environ.get("KVHERD_EXAMPLES", "50"))
+PREFIXES = ([1, 2, 3, 4, 5, 6, 7, 8], [1, 2, 3, 4, 9, 9, 9, 9], [2] * 12, [3, 3, 3])
+
+
+class AnySchedule(RuleBasedStateMachine):
+    stage: Stage
+
+    @initialize(
+        pool_blocks=st.integers(4, 24),
+        max_running=st.integers(1, 6),
+        chunk_tokens=st.integers(4, 24),
+    )
+    def set_the_stage(self, pool_blocks: int, max_running: int, chunk_tokens: int) -> None:
+        self.stage = Stage(limits(pool_blocks=pool_blocks, max_running=max_running, chunk_tokens=chunk_tokens))
+        self.requests: dict[str, GenerationRequest] = {}
+        self.due_s: dict[str, float] = {}
+        self.aborted: set[str] = set()
+        self.serial = 0
+
+    @rule(
+        prompt=st.builds(add, st.sampled_from(PREFIXES), st.lists(st.integers(0, 3), max_size=14)),
+        tokens=st.integers(0, 12),
+        options=st.fixed_dictionaries(
+            {
+                "min_tokens": st.integers(0, 3),
+                "ignore_eos": st.booleans(),
+                "salt": st.sampled_from([None, None, None, "tenant"]),
+            }
+        ),
+    )
+    def submit(self, prompt: list[int], tokens: int, options: dict[str, Any]) -> None:
+        self.serial += 1
+        what = request(f"r{self.serial}", prompt, tokens, stop=(11,), **options)
+        self.requests[what.request] = what
+        self.stage.submit(what)
+
+    @rule()
+    def step(self) -> None:
+        self.stage.step()
+
+    @precondition(lambda self: self.stage.plan is None)
+    @rule()
+    def start_step(self) -> None:
+        self.stage.start_step()
+
+    @precondition(lambda self: self.stage.plan is not None)
+    @rule()
+    def finish_step(self) -> None:
+        self.stage.finish_step()
+
+    @precondition(lambda self: self.requests)
+    @rule(data=st.data())
+    def abort(self, data: st.DataObject) -> None:
+        name = data.draw(st.sampled_from(sorted(self.requests)))
+        if self.stage.ended(name) is None:
+            self.aborted.add(name)
+        self.stage.abort(name)
+
+    @rule(timeout_s=st.sampled_from([0.0, 0.5, 1.0, 3.0]), hold=st.booleans())
+    def flush(self, timeout_s: float, hold: bool) -> None:
+        self.serial += 1
+        self.due_s[f"f{self.serial}"] = self.stage.now_s + timeout_s
+        self.stage.flush(f"f{self.serial}", timeout_s, hold=hold)
+
+    @rule(seconds=st.sampled_from([0.25, 0.5, 2.0]))
+    def pass_time(self, seconds: float) -> None:
+        self.stage.pass_time(seconds)
+
+    @invariant()
+    def every_flush_is_answered_once_and_in_time(self) -> None:
+        for name, due_s in getattr(self, "due_s", {}).items():
+            answers = self.stage.answers[name]
+            assert len(answers) == 1 if self.stage.now_s >= due_s else len(answers) <= 1
+            for at_s, answer in answers:
+                assert at_s <= due_s
+                assert answer.done or at_s == due_s
+                assert answer.done or answer.blockers
+
+    def teardown(self) -> None:
+        if not hasattr(self, "stage"):
+            return
+        self.stage.pass_time(10.0)
+        self.every_flush_is_answered_once_and_in_time()
+        self.stage.run_dry()
+        for name, what in self.requests.items():
+            self._check_answer(name, what)
+        load = self.stage.scheduler.load(self.stage.now_s)
+        assert (load.running, load.waiting, load.active_tokens) == (0, 0, 0)
+        self.stage.flush("last")
+        assert self.stage.answer("last").done
+        assert self.stage.scheduler.load(self.stage.now_s).used_tokens == 0
+
+    def _check_answer(self, name: str, what: GenerationRequest) -> None:
+        said = self.stage.tokens(name)
+        cold = cold_answer(what, self.stage.limits)
+        if name in self.aborted:
+            assert said == cold[: len(said)]
+            assert self.stage.ended(name) is FinishReason.ABORT
+        else:
+            assert said == cold
+            assert self.stage.ended(name) is not None
+            assert what.limits.ignore_eos or EOS not in said
+
+
+AnySchedule.TestCase.settings = settings(max_examples=EXAMPLES, stateful_step_count=40, deadline=None)
+TestAnySchedule = AnySchedule.TestCase
