@@ -52,12 +52,10 @@ _NAMED = {"bos_token": "bos", "eos_token": "eos", "pad_token": "padding", "unk_t
 
 def _metadata(path: Path) -> Mapping[str, Value]:
     try:
-        with (
-            path.open("rb") as file,
-            mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped,
-            memoryview(mapped) as view,
-        ):
-            return decode_head(view).metadata
+        with path.open("rb") as file:
+            # Closed with its last view, not here: the traceback of an error may still hold one.
+            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        return decode_head(memoryview(mapped)).metadata
     except FrameInvalid as error:
         raise ModelMissing(str(path), f"the file is not a whole GGUF: {error.problem}") from error
     except ValueError as error:  # what mmap says of an empty file

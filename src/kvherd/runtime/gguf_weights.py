@@ -16,12 +16,10 @@ from kvherd.wire.gguf import GgufHead, GgufTensor, decode_head
 def read_head(path: Path) -> GgufHead:
     """Read a GGUF's head. Raises `ModelMissing` with the reason when there is no whole GGUF at `path`."""
     try:
-        with (
-            path.open("rb") as file,
-            mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped,
-            memoryview(mapped) as view,
-        ):
-            return decode_head(view)
+        with path.open("rb") as file:
+            # Closed with its last view, not here: the traceback of an error may still hold one.
+            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        return decode_head(memoryview(mapped))
     except FrameInvalid as error:
         raise ModelMissing(str(path), f"the file is not a whole GGUF: {error.problem}") from error
     except ValueError as error:  # what mmap says of an empty file
