@@ -267,7 +267,7 @@ class ZmqScheduler:
                 log.warning("dropped bad frame number %d: %s", self.bad_frames, error)
             except asyncio.CancelledError:
                 if self._failure is None:  # not by us: pyzmq cancels a receive whose socket was closed
-                    log.error("the socket of the schedulers was closed")
+                    log.critical("the socket of the schedulers was closed")
                     self._fail(SchedulerDied(0, "its socket was closed"))
                 raise
             except zmq.ZMQError as error:
