@@ -71,7 +71,7 @@ class ModelTokenizer:
         return self._template.render(call)
 
     def artifact_zip(self) -> bytes:
-        """A zip of `tokenizer.json`, `tokenizer_config.json` (with the template) and `config.json`; the same bytes always."""
+        """Zip tokenizer.json, tokenizer_config.json (with the chat template) and config.json; the same bytes always."""
         archive = io.BytesIO()
         with zipfile.ZipFile(archive, "w", zipfile.ZIP_STORED) as file:  # stored: zlib's versions compress differently
             for name, content in sorted(hf_files(self._vocabulary).items()):
