@@ -1,6 +1,6 @@
 """What an HTTP edge may rely on from whatever turns OpenAI calls into answers."""
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -63,7 +63,7 @@ class Completions(Protocol):
 
     def stream(
         self, call: ChatCall | CompletionCall, *, request: RequestId, generate: Generate
-    ) -> AsyncIterator[bytes]:
+    ) -> AsyncGenerator[bytes, None]:
         """SSE frames of the answer, ending in `data: [DONE]`; closing it aborts the generation.
 
         Raises `CallerError` before the first frame. An error of `generate` after the first frame becomes an error

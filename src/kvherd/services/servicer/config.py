@@ -1,0 +1,19 @@
+"""What a servicer is told when it is made."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class ServicerConfig:
+    """`tokenizer_zip` is what GetTokenizer hands out. The engine's HTTP door is on `http_port`, its gRPC on `port`."""
+
+    model_name: str
+    model_path: str
+    tokenizer_zip: bytes
+    host: str = "127.0.0.1"
+    port: int = 51000
+    http_port: int = 51002
+    body_limit_bytes: int = 32 * 2**20
+    message_limit_bytes: int = 64 * 2**20
+    drain_s: float = 5.0
+    order_timeout_limit_s: float = 3600.0

@@ -1,0 +1,117 @@
+"""Generations as both doors of a servicer want them: checked, timed, and ended by their stop strings."""
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, replace
+from typing import cast
+
+from kvherd.core.engine.admission import check_request
+from kvherd.core.engine.generation import FinishReason, GenerationRequest, TokenDelta
+from kvherd.core.text.choice import Choice
+from kvherd.ports.completions import Tokenizer
+from kvherd.ports.scheduler import Scheduler
+from kvherd.services.servicer.metrics import EngineMetrics
+
+QUEUED_DELTAS = 64
+
+Deltas = AsyncGenerator[TokenDelta, None]
+
+
+@dataclass(frozen=True, slots=True)
+class ChoiceDelta:
+    """News of choice `index` of one call."""
+
+    index: int
+    delta: TokenDelta
+
+
+class Generations:
+    """Runs generations on one scheduler."""
+
+    def __init__(self, scheduler: Scheduler, tokenizer: Tokenizer, metrics: EngineMetrics) -> None:
+        self._scheduler = scheduler
+        self._tokenizer = tokenizer
+        self._metrics = metrics
+
+    async def generate(self, request: GenerationRequest) -> Deltas:
+        """As the scheduler's, but nothing wrong reaches it: raises `CallerError` first. Stop strings are ignored."""
+        check_request(request, self._scheduler.ranks)
+        began_s = time.perf_counter()
+        first = True
+        async with aclosing(cast(Deltas, self._scheduler.generate(request))) as deltas:
+            async for delta in deltas:
+                if first and delta.token_ids:
+                    first = False
+                    self._metrics.first_token(time.perf_counter() - began_s)
+                if delta.finish is not None:
+                    aborted = delta.finish.reason is FinishReason.ABORT
+                    self._metrics.finished(time.perf_counter() - began_s, aborted=aborted)
+                yield delta
+
+    async def until_stop(self, request: GenerationRequest) -> Deltas:
+        """As `generate`; a stop string ends it with the token that completes the string, and aborts the rest."""
+        if not request.limits.stop:
+            async with aclosing(self.generate(request)) as plain:
+                async for delta in plain:
+                    yield delta
+            return
+        choice = Choice(lambda ids: self._tokenizer.decode(ids, skip_special_tokens=False), request.limits)
+        async with aclosing(self.generate(request)) as deltas:
+            async for delta in deltas:
+                before = delta.completion_tokens - len(delta.token_ids)
+                choice.feed(delta)
+                if choice.finish is None:
+                    yield delta
+                    continue
+                kept = choice.completion_tokens - before
+                yield replace(
+                    delta,
+                    token_ids=delta.token_ids[:kept],
+                    logprobs=delta.logprobs[:kept],
+                    completion_tokens=choice.completion_tokens,
+                    finish=choice.finish,
+                )
+                return
+
+    async def choices(self, requests: Sequence[GenerationRequest]) -> AsyncGenerator[ChoiceDelta, None]:
+        """The news of all, each in order, until every one has finished. The first error ends all and is raised.
+
+        Closing it aborts all.
+        """
+        if len(requests) == 1:
+            async with aclosing(self.until_stop(requests[0])) as deltas:
+                async for delta in deltas:
+                    yield ChoiceDelta(0, delta)
+            return
+        queue: asyncio.Queue[ChoiceDelta | Exception] = asyncio.Queue(QUEUED_DELTAS)
+        failure: Exception | None = None
+        async with asyncio.TaskGroup() as group:
+            pumps = [group.create_task(self._pump(index, each, queue)) for index, each in enumerate(requests)]
+            unfinished = len(pumps)
+            try:
+                while unfinished and failure is None:
+                    news = await queue.get()
+                    if isinstance(news, Exception):
+                        failure = news
+                    else:
+                        unfinished -= news.delta.finish is not None
+                        yield news
+            except GeneratorExit:
+                pass  # closed: the group would wrap this into a group of errors, and the close would raise that
+            finally:
+                for pump in pumps:
+                    pump.cancel()
+        if failure is not None:
+            raise failure
+
+    async def _pump(
+        self, index: int, request: GenerationRequest, queue: asyncio.Queue[ChoiceDelta | Exception]
+    ) -> None:
+        try:
+            async with aclosing(self.until_stop(request)) as deltas:
+                async for delta in deltas:
+                    await queue.put(ChoiceDelta(index, delta))
+        except Exception as error:  # noqa: BLE001 - raised where the choices are read, not in this task's group
+            await queue.put(error)

@@ -1,0 +1,200 @@
+"""The engine's HTTP door: OpenAI's calls, vLLM's tokenizer calls, SGLang's flush, and what it says of itself."""
+
+from collections.abc import Awaitable, Callable
+
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from kvherd.core.engine.reports import OrderReport
+from kvherd.core.errors import FieldInvalid, ModelUnknown, OrderTimedOut
+from kvherd.core.ids import OrderId
+from kvherd.core.text.calls import CallOptions, ChatCall, CompletionCall
+from kvherd.ports.completions import Completions, Tokenizer
+from kvherd.ports.scheduler import Scheduler
+from kvherd.services.servicer.config import ServicerConfig
+from kvherd.services.servicer.facts import EngineFacts, rank_state
+from kvherd.services.servicer.generations import Generations
+from kvherd.services.servicer.grpc_service import checked_timeout, flush_message
+from kvherd.services.servicer.http_edge import (
+    FrameStream,
+    body_within,
+    endpoint,
+    json_answer,
+    request_id,
+    unless_client_leaves,
+)
+from kvherd.services.servicer.metrics import CONTENT_TYPE, EngineMetrics
+from kvherd.wire.openai.requests import decode_chat, decode_completion
+from kvherd.wire.openai.tokens import decode_detokenize, decode_tokenize
+
+
+class HttpDoor:
+    """The handlers; `app` is the ASGI application."""
+
+    def __init__(
+        self,
+        *,
+        config: ServicerConfig,
+        scheduler: Scheduler,
+        generations: Generations,
+        completions: Completions,
+        tokenizer: Tokenizer,
+        facts: EngineFacts,
+        metrics: EngineMetrics,
+    ) -> None:
+        self._config = config
+        self._scheduler = scheduler
+        self._generations = generations
+        self._completions = completions
+        self._tokenizer = tokenizer
+        self._facts = facts
+        self._metrics = metrics
+
+    def app(self) -> Starlette:
+        def route(path: str, handler: Callable[[Request], Awaitable[Response]], *methods: str) -> Route:
+            return Route(path, endpoint(handler), methods=list(methods))
+
+        return Starlette(
+            routes=[
+                route("/v1/chat/completions", self.chat, "POST"),
+                route("/v1/completions", self.text, "POST"),
+                route("/v1/models", self.models, "GET"),
+                route("/tokenize", self.tokenize, "POST"),
+                route("/detokenize", self.detokenize, "POST"),
+                route("/flush_cache", self.flush, "GET", "POST"),
+                route("/health", self.health, "GET"),
+                route("/server_info", self.server_info, "GET"),
+                route("/get_server_info", self.server_info, "GET"),
+                route("/get_model_info", self.model_info, "GET"),
+                route("/get_loads", self.loads, "GET"),
+                route("/metrics", self.metrics, "GET"),
+            ]
+        )
+
+    # --- generation ------------------------------------------------------------
+
+    async def chat(self, request: Request) -> Response:
+        return await self._complete(request, decode_chat(await self._body(request)))
+
+    async def text(self, request: Request) -> Response:
+        return await self._complete(request, decode_completion(await self._body(request)))
+
+    async def _complete(self, request: Request, call: ChatCall | CompletionCall) -> Response:
+        self._check_model(call.options)
+        name, generate = request_id(request), self._generations.generate
+        if not call.options.stream:
+            work = self._completions.whole(call, request=name, generate=generate)
+            body = await unless_client_leaves(request.receive, work)
+            return Response(body, media_type="application/json")
+        frames = self._completions.stream(call, request=name, generate=generate)
+        # What can be refused is refused before the first frame, and then it still has a status of its own.
+        first = await unless_client_leaves(request.receive, anext(frames))
+        return FrameStream(first, frames)
+
+    def _check_model(self, options: CallOptions) -> None:
+        if options.model != self._config.model_name:
+            raise ModelUnknown(options.model, (self._config.model_name,))
+
+    # --- tokens ------------------------------------------------------------------
+
+    async def tokenize(self, request: Request) -> Response:
+        call = decode_tokenize(await self._body(request))
+        if isinstance(call, ChatCall):
+            token_ids = self._tokenizer.encode(self._tokenizer.render_chat(call))
+        else:
+            token_ids = self._tokenizer.encode(call.prompt, add_special_tokens=call.add_special_tokens)
+        limit = self._scheduler.ranks[0].max_context_tokens
+        return json_answer({"count": len(token_ids), "max_model_len": limit, "tokens": token_ids})
+
+    async def detokenize(self, request: Request) -> Response:
+        token_ids = decode_detokenize(await self._body(request))
+        vocab_size = self._scheduler.ranks[0].vocab_size
+        strange = next((token for token in token_ids if token >= vocab_size), None)
+        if strange is not None:
+            raise FieldInvalid("tokens", f"token {strange} is not in the vocabulary of {vocab_size}")
+        return json_answer({"prompt": self._tokenizer.decode(token_ids, skip_special_tokens=False)})
+
+    # --- orders ------------------------------------------------------------------
+
+    async def flush(self, request: Request) -> Response:
+        """200 when every rank cleared its cache; 400 when one refused or was still busy at the time's end."""
+        timeout_s = _timeout(request, self._config.order_timeout_limit_s)
+        hold = request.query_params.get("hold", "false").lower() in ("1", "true")
+        report = await self._scheduler.flush(timeout_s=timeout_s, hold=hold)
+        answer = {
+            "success": report.done,
+            "message": flush_message(report),
+            "ranks": [
+                {"rank": each.rank, "done": each.done, "message": each.message, "cleared_blocks": each.cleared_blocks}
+                for each in report.answers
+            ]
+            + [{"rank": rank, "done": False, "message": "no answer", "cleared_blocks": 0} for rank in report.silent],
+        }
+        if report.silent:
+            return json_answer(answer, 504)
+        return json_answer(answer, 200 if report.done else 400)
+
+    # --- what it is and how it does ------------------------------------------------
+
+    async def models(self, request: Request) -> Response:
+        card = {
+            "id": self._config.model_name,
+            "object": "model",
+            "created": int(self._facts.started.timestamp()),
+            "owned_by": "kvherd",
+            "max_model_len": self._scheduler.ranks[0].max_context_tokens,
+        }
+        return json_answer({"object": "list", "data": [card]})
+
+    async def health(self, request: Request) -> Response:
+        failure = self._facts.failure
+        if failure is None:
+            return json_answer({"status": "ok"})
+        return json_answer({"status": "failed", "reason": str(failure)}, 503)
+
+    async def server_info(self, request: Request) -> Response:
+        return json_answer(self._facts.server_info(await self._state()))
+
+    async def model_info(self, request: Request) -> Response:
+        facts = self._scheduler.ranks[0]
+        return json_answer(
+            {
+                "model_path": self._config.model_path,
+                "tokenizer_path": self._config.model_name,
+                "served_model_name": self._config.model_name,
+                "is_generation": True,
+                "max_context_length": facts.max_context_tokens,
+                "vocab_size": facts.vocab_size,
+            }
+        )
+
+    async def loads(self, request: Request) -> Response:
+        report = await self._state()
+        ranks = [rank_state(each.rank, each.load) for each in report.answers if each.load is not None]
+        return json_answer({"loads": ranks})
+
+    async def metrics(self, request: Request) -> Response:
+        return Response(self._metrics.text(), media_type=CONTENT_TYPE)
+
+    # --- shared --------------------------------------------------------------------
+
+    async def _body(self, request: Request) -> bytes:
+        return await body_within(request, self._config.body_limit_bytes)
+
+    async def _state(self) -> OrderReport:
+        """Raises `OrderTimedOut` unless every rank answered."""
+        report = await self._scheduler.state()
+        if report.silent:
+            raise OrderTimedOut(OrderId("state"), tuple(report.silent), 5.0)
+        return report
+
+
+def _timeout(request: Request, limit_s: float) -> float:
+    text = request.query_params.get("timeout", "0")
+    try:
+        timeout_s = float(text)
+    except ValueError:
+        raise FieldInvalid("timeout", f"{text!r} is not a number of seconds") from None
+    return checked_timeout(timeout_s, limit_s)
