@@ -90,13 +90,19 @@ class OpenAiCompletions:
         request: RequestId,
         generate: Generate,
         prompts: list[list[int]] | None = None,
+        on_usage: Callable[[Usage], None] | None = None,
     ) -> bytes:
-        """As the port has it; `prompts` may bring what `prompt_ids` gave before, to save the work."""
+        """As the port has it; `prompts` may bring what `prompt_ids` gave before, to save the work.
+
+        `on_usage` is called once with what a complete answer cost.
+        """
         plan = self.plan(call, request=request, prompts=prompts)
         choices = [ChoiceAnswer(echo) for echo in self._echoes(call, plan)]
         async with aclosing(pieces(plan.runs, generate)) as news:
             async for index, delta in news:
                 choices[index].add(delta)
+        if on_usage is not None:
+            on_usage(plan.usage())
         return self._answers(call, request).whole(choices, _fields_of(plan.usage()))
 
     async def stream(
@@ -106,6 +112,7 @@ class OpenAiCompletions:
         request: RequestId,
         generate: Generate,
         prompts: list[list[int]] | None = None,
+        on_usage: Callable[[Usage], None] | None = None,
     ) -> AsyncGenerator[bytes, None]:
         """As the port has it. Errors of `generate` before its first delta are raised, not streamed."""
         plan = self.plan(call, request=request, prompts=prompts)
@@ -128,6 +135,8 @@ class OpenAiCompletions:
             _log.warning("the answer to %s broke off: %r", request, error)
             yield error_frame(error)
             return
+        if on_usage is not None:
+            on_usage(plan.usage())
         yield (answers.usage_frame(_fields_of(plan.usage())) if call.options.include_usage else b"") + DONE
 
     def plan(

@@ -1,5 +1,6 @@
 """Connections to gRPC workers: how they are kept, and what their statuses mean."""
 
+import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -50,6 +51,12 @@ def rpc_errors(worker: WorkerId, what: str, *, after_s: float = 0.0) -> Iterator
     except grpc.aio.AioRpcError as error:
         raise as_worker_error(worker, error, what, after_s=after_s) from error
     except grpc.aio.UsageError as error:
+        raise WorkerUnreachable(worker, "the connection was closed here") from error
+    except asyncio.CancelledError as error:
+        # a channel that is closed cancels its calls, and each looks as if its task had been cancelled
+        task = asyncio.current_task()
+        if task is not None and task.cancelling():
+            raise
         raise WorkerUnreachable(worker, "the connection was closed here") from error
 
 

@@ -1,14 +1,14 @@
 """SGLang's own `POST /generate` over anything that continues tokens."""
 
 import logging
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from typing import Any
 
 from kvherd.adapters.choices import Run, pieces
 from kvherd.adapters.completions import OpenAiCompletions, Plan
 from kvherd.core.ids import RequestId
-from kvherd.ports.completions import Generate
+from kvherd.ports.completions import Generate, Usage
 from kvherd.wire.openai.answers import DONE, error_frame, sse
 from kvherd.wire.sglang_native import NativeAnswer, NativeCall, encode_answers
 
@@ -21,17 +21,31 @@ class NativeCompletions:
     def __init__(self, completions: OpenAiCompletions) -> None:
         self._completions = completions
 
-    async def whole(self, native: NativeCall, *, request: RequestId, generate: Generate) -> bytes:
+    async def whole(
+        self,
+        native: NativeCall,
+        *,
+        request: RequestId,
+        generate: Generate,
+        on_usage: Callable[[Usage], None] | None = None,
+    ) -> bytes:
         plan = self._completions.plan(native.call, request=request)
         answers = _begin(plan)
         async with aclosing(pieces(plan.runs, generate)) as news:
             async for index, delta in news:
                 answers[index].add(delta)
+        if on_usage is not None:
+            on_usage(plan.usage())
         done = [_fields(answer, run) for answer, run in zip(answers, plan.runs, strict=True)]
         return encode_answers(done, listed=native.listed)
 
     async def stream(
-        self, native: NativeCall, *, request: RequestId, generate: Generate
+        self,
+        native: NativeCall,
+        *,
+        request: RequestId,
+        generate: Generate,
+        on_usage: Callable[[Usage], None] | None = None,
     ) -> AsyncGenerator[bytes, None]:
         """Errors of `generate` before its first delta are raised, later ones become an error event and the end."""
         plan = self._completions.plan(native.call, request=request)
@@ -51,6 +65,8 @@ class NativeCompletions:
             _log.warning("the answer to %s broke off: %r", request, error)
             yield error_frame(error)
             return
+        if on_usage is not None:
+            on_usage(plan.usage())
         yield DONE
 
 

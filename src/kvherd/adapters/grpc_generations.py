@@ -1,0 +1,192 @@
+"""The data path of a gRPC worker: HTTP bodies in, tokens over the wire, HTTP answers out."""
+
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import aclosing
+from dataclasses import dataclass
+
+import grpc.aio
+import msgspec
+from smg_grpc_proto.generated import sglang_scheduler_pb2_grpc
+
+from kvherd.adapters.completions import OpenAiCompletions
+from kvherd.adapters.grpc_channel import as_worker_error, rpc_errors
+from kvherd.adapters.native_completions import NativeCompletions
+from kvherd.adapters.tokenizer import ModelTokenizer
+from kvherd.core.engine.generation import GenerationRequest, TokenDelta
+from kvherd.core.errors import FieldInvalid, FrameInvalid, KvherdError, WorkerFailed, WorkerUnsupported
+from kvherd.core.ids import WorkerId
+from kvherd.core.text.calls import ChatCall, CompletionCall
+from kvherd.ports.worker import Call, Responder
+from kvherd.wire.openai.requests import decode_chat, decode_completion
+from kvherd.wire.openai.tokens import TokenizeText, decode_detokenize, decode_tokenize
+from kvherd.wire.sglang_native import decode_generate
+from kvherd.wire.worker_pb import ResponseReader, encode_request
+
+Answer = Callable[[Call, Responder], Awaitable[None]]
+
+_EVENT_STREAM = [(b"content-type", b"text/event-stream"), (b"cache-control", b"no-cache")]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelTraits:
+    """What the worker says of its model. `takes_custom_params`: it honours the cache salt and the seed."""
+
+    name: str
+    max_context_tokens: int
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    takes_custom_params: bool
+
+
+class GrpcGenerations:
+    def __init__(
+        self, worker: WorkerId, channel: grpc.aio.Channel, tokenizer: ModelTokenizer, traits: ModelTraits
+    ) -> None:
+        self._worker = worker
+        self._stub = sglang_scheduler_pb2_grpc.SglangSchedulerStub(channel)
+        self._tokenizer = tokenizer
+        self._traits = traits
+        self._completions = OpenAiCompletions(
+            tokenizer, traits.name, traits.max_context_tokens, vocab_size=traits.vocab_size
+        )
+        self._native = NativeCompletions(self._completions)
+        self._answers: dict[str, Answer] = {
+            "/v1/chat/completions": self._chat,
+            "/v1/completions": self._text,
+            "/generate": self._generate_natively,
+            "/tokenize": self._tokenize,
+            "/detokenize": self._detokenize,
+        }
+
+    async def answer(self, call: Call, responder: Responder) -> None:
+        """As `Worker.forward`. Also raises a `CallerError`, before the answer has started."""
+        path = call.path.partition("?")[0]
+        answer = self._answers.get(path)
+        if answer is None or call.method != "POST":
+            raise WorkerUnsupported(self._worker, f"{call.method} {path} over gRPC")
+        await answer(call, responder)
+
+    async def generate(self, request: GenerationRequest) -> AsyncGenerator[TokenDelta, None]:
+        """Implements `ports.completions.Generate`. Closing it cancels the call, which aborts it on the engine."""
+        if request.cache_salt and not self._traits.takes_custom_params:
+            # dropped silently, it would share what the caller wants kept apart
+            raise WorkerUnsupported(self._worker, "cache_salt")
+        eos = () if request.limits.ignore_eos else self._traits.eos_token_ids
+        reader = ResponseReader({*request.limits.stop_token_ids, *eos})
+        with rpc_errors(self._worker, "Generate"):
+            call = self._stub.Generate(encode_request(request))
+            try:
+                async for response in call:
+                    delta = reader.read(response)
+                    yield delta
+                    if delta.finish is not None:
+                        return
+            except FrameInvalid as error:
+                raise WorkerFailed(self._worker, str(error)) from error
+            except grpc.aio.AioRpcError as error:
+                raise _generation_error(self._worker, error) from error
+            finally:
+                call.cancel()
+        raise WorkerFailed(self._worker, "its stream ended without a finish")
+
+    # --- one method a path ------------------------------------------------------------------------------------
+
+    async def _chat(self, call: Call, responder: Responder) -> None:
+        await self._openai(decode_chat(call.body), call, responder, brought=True)
+
+    async def _text(self, call: Call, responder: Responder) -> None:
+        text = decode_completion(call.body)
+        # token ids of the caller's own are the prompt, and checked as such
+        brought = len(text.prompts) == 1 and isinstance(text.prompts[0], str)
+        await self._openai(text, call, responder, brought=brought)
+
+    async def _openai(
+        self, openai: ChatCall | CompletionCall, call: Call, responder: Responder, *, brought: bool
+    ) -> None:
+        prompts = [list(call.prompt_token_ids)] if brought and call.prompt_token_ids else None
+        watch = _Watch(self.generate, call.on_first_token)
+        completions, request, on_usage = self._completions, call.request, call.on_usage
+        if openai.options.stream:
+            frames = completions.stream(
+                openai, request=request, generate=watch.generate, prompts=prompts, on_usage=on_usage
+            )
+            return await self._stream(frames, watch, responder)
+        body = await completions.whole(
+            openai, request=request, generate=watch.generate, prompts=prompts, on_usage=on_usage
+        )
+        return _send(responder, body)
+
+    async def _generate_natively(self, call: Call, responder: Responder) -> None:
+        native = decode_generate(call.body)
+        watch = _Watch(self.generate, call.on_first_token)
+        if native.call.options.stream:
+            frames = self._native.stream(native, request=call.request, generate=watch.generate, on_usage=call.on_usage)
+            return await self._stream(frames, watch, responder)
+        body = await self._native.whole(native, request=call.request, generate=watch.generate, on_usage=call.on_usage)
+        return _send(responder, body)
+
+    async def _tokenize(self, call: Call, responder: Responder) -> None:
+        asked = decode_tokenize(call.body)
+        if isinstance(asked, TokenizeText):
+            token_ids = self._tokenizer.encode(asked.prompt, add_special_tokens=asked.add_special_tokens)
+        else:
+            token_ids = self._completions.prompt_ids(asked)[0]
+        answer = {"tokens": token_ids, "count": len(token_ids), "max_model_len": self._traits.max_context_tokens}
+        _send(responder, msgspec.json.encode(answer))
+
+    async def _detokenize(self, call: Call, responder: Responder) -> None:
+        token_ids = decode_detokenize(call.body)
+        text = self._tokenizer.decode(token_ids, skip_special_tokens=False)
+        # vLLM's clients read the one, SGLang's the other
+        _send(responder, msgspec.json.encode({"prompt": text, "text": text}))
+
+    async def _stream(self, frames: AsyncGenerator[bytes, None], watch: "_Watch", responder: Responder) -> None:
+        async with aclosing(frames) as answer:
+            async for frame in answer:
+                if watch.failure is not None:
+                    break  # this frame only says so, and the responder has its own way
+                if not responder.started:
+                    responder.start(200, _EVENT_STREAM)
+                responder.write(frame)
+                await responder.drain()
+        if watch.failure is None:
+            return responder.end()
+        responder.fail(str(watch.failure))
+        raise WorkerFailed(self._worker, str(watch.failure)) from watch.failure
+
+
+class _Watch:
+    """Generations of one call, watched for the first token and for what broke one."""
+
+    def __init__(
+        self,
+        generate: Callable[[GenerationRequest], AsyncGenerator[TokenDelta, None]],
+        on_first_token: Callable[[], None] | None,
+    ) -> None:
+        self.failure: KvherdError | None = None
+        self._generate = generate
+        self._on_first_token = on_first_token
+
+    async def generate(self, request: GenerationRequest) -> AsyncGenerator[TokenDelta, None]:
+        try:
+            async with aclosing(self._generate(request)) as deltas:
+                async for delta in deltas:
+                    if delta.token_ids and self._on_first_token is not None:
+                        self._on_first_token()
+                        self._on_first_token = None
+                    yield delta
+        except KvherdError as error:
+            self.failure = error
+            raise
+
+
+def _send(responder: Responder, body: bytes) -> None:
+    responder.start(200, [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))])
+    responder.write(body)
+    responder.end()
+
+
+def _generation_error(worker: WorkerId, error: grpc.aio.AioRpcError) -> KvherdError:
+    if error.code() is grpc.StatusCode.INVALID_ARGUMENT:
+        return FieldInvalid("request", error.details() or "the worker says that it is not valid")
+    return as_worker_error(worker, error, "Generate")

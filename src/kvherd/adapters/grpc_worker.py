@@ -1,0 +1,171 @@
+"""A worker that speaks an engine protocol on gRPC: SGLang's in full, of others what needs no tokens."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import msgspec
+from smg_grpc_proto.generated import common_pb2
+
+from kvherd.adapters.grpc_channel import connect, open_channel, rpc_errors
+from kvherd.adapters.grpc_dialects import SGLANG, find_dialect
+from kvherd.adapters.grpc_generations import GrpcGenerations, ModelTraits
+from kvherd.adapters.grpc_tokenizer import tokenizer_over
+from kvherd.core.errors import WorkerFailed, WorkerRefused, WorkerUnsupported
+from kvherd.core.ids import WorkerId
+from kvherd.ports.worker import (
+    Call,
+    FlushAnswer,
+    Opened,
+    RankOutcome,
+    Responder,
+    WorkerFacts,
+    WorkerKind,
+    WorkerLoad,
+)
+from kvherd.wire.worker_pb import struct_values
+
+RANKS_KEY = "kvherd-ranks"
+_ranks = msgspec.json.Decoder(list[RankOutcome])
+
+
+class GrpcWorker:
+    """Implements `ports.worker.Worker`. `target` is `host:port`; by default it is read off the worker's URL.
+
+    `forward` also raises a `CallerError`, before the answer has started, for a request that no worker would take.
+    """
+
+    def __init__(self, worker: WorkerId, target: str | None = None) -> None:
+        self._id = worker
+        self._channel = open_channel(target or worker)
+        self._dialect = SGLANG
+        self._generations: GrpcGenerations | None = None
+
+    @property
+    def id(self) -> WorkerId:
+        return self._id
+
+    async def detect(self) -> WorkerFacts:
+        """Also fetches what generations need, so that the first request does not wait for it."""
+        try:
+            self._dialect = SGLANG
+            facts, traits = await self._sglang_facts()
+        except WorkerUnsupported:
+            self._dialect = await find_dialect(self._channel, self._id)
+            return await self._foreign_facts()
+        tokenizer = await tokenizer_over(self._channel, self._id)
+        self._generations = GrpcGenerations(self._id, self._channel, tokenizer, traits)
+        return facts
+
+    async def forward(self, call: Call, responder: Responder) -> None:
+        if self._generations is None and self._dialect is SGLANG:
+            await self.detect()
+        if self._generations is None:
+            raise WorkerUnsupported(self._id, f"generation for us; it speaks {self._dialect.service}")
+        await self._generations.answer(call, responder)
+
+    async def probe(self) -> None:
+        if self._dialect.messages is None:
+            return await connect(self._channel, self._id)
+        with rpc_errors(self._id, "HealthCheck"):
+            answer = await self._stub().HealthCheck(self._dialect.messages.HealthCheckRequest())
+        if not answer.healthy:
+            raise WorkerFailed(self._id, answer.message or "it says that it is not healthy")
+        return None
+
+    async def load(self) -> WorkerLoad:
+        if self._dialect.messages is None:
+            raise WorkerUnsupported(self._id, "GetLoads")
+        with rpc_errors(self._id, "GetLoads"):
+            answer = await self._stub().GetLoads(self._dialect.messages.GetLoadsRequest(include=["core"]))
+        return WorkerLoad(
+            running=sum(each.num_running_reqs for each in answer.loads),
+            waiting=sum(each.num_waiting_reqs for each in answer.loads),
+            used_tokens=sum(each.num_used_tokens for each in answer.loads),
+            capacity_tokens=sum(each.max_total_num_tokens for each in answer.loads),
+        )
+
+    async def flush(self, *, timeout_s: float, opened: Opened | None = None) -> FlushAnswer:
+        if self._dialect.stub is None:
+            raise WorkerUnsupported(self._id, "flushing its cache")
+        await connect(self._channel, self._id)
+        with rpc_errors(self._id, "flushing its cache", after_s=timeout_s):
+            order = self._stub().FlushCache(common_pb2.FlushCacheRequest(timeout_s=timeout_s))
+            try:
+                await order.wait_for_connection()
+                if opened is not None:
+                    opened()
+                answer = await order
+                trailers = await order.trailing_metadata()
+            finally:
+                order.cancel()
+        return FlushAnswer(answer.success, answer.message, _rank_outcomes(trailers))
+
+    async def close(self) -> None:
+        await self._channel.close()
+
+    # --- what it is -----------------------------------------------------------------------------------------
+
+    def _stub(self) -> Any:  # noqa: ANN401 - generated stubs have no types
+        assert self._dialect.stub is not None
+        return self._dialect.stub(self._channel)
+
+    async def _sglang_facts(self) -> tuple[WorkerFacts, ModelTraits]:
+        stub, messages = self._stub(), SGLANG.messages
+        assert messages is not None
+        with rpc_errors(self._id, "GetModelInfo"):
+            model = await stub.GetModelInfo(messages.GetModelInfoRequest())
+            server = await stub.GetServerInfo(messages.GetServerInfoRequest())
+        if not model.is_generation:
+            raise WorkerRefused(self._id, "its model does not generate text")
+        args = struct_values(server.server_args)
+        facts = WorkerFacts(
+            kind=WorkerKind.SGLANG_GRPC,
+            models=(model.served_model_name or model.model_path,),
+            block_size=_whole(args, "page_size"),
+            ranks=_whole(args, "dp_size") or 1,
+            max_context_tokens=model.max_context_length,
+            capacity_tokens=server.max_total_num_tokens,
+            max_running=_whole(args, "max_running_requests"),
+            events_url=self._id,
+            version=server.sglang_version,
+        )
+        traits = ModelTraits(
+            name=facts.models[0],
+            max_context_tokens=facts.max_context_tokens,
+            vocab_size=model.vocab_size,
+            eos_token_ids=tuple(model.eos_token_ids),
+            takes_custom_params=facts.version.startswith("kvherd-"),
+        )
+        return facts, traits
+
+    async def _foreign_facts(self) -> WorkerFacts:
+        dialect = self._dialect
+        if dialect.messages is None:
+            return WorkerFacts(dialect.kind, models=())
+        with rpc_errors(self._id, "GetModelInfo"):
+            model = await self._stub().GetModelInfo(dialect.messages.GetModelInfoRequest())
+            server = await self._stub().GetServerInfo(dialect.messages.GetServerInfoRequest())
+        return WorkerFacts(
+            kind=dialect.kind,
+            models=(model.served_model_name or model.model_path,),
+            ranks=server.data_parallel_size or 1,
+            max_context_tokens=model.max_context_length,
+            events_url=self._id,
+        )
+
+
+def _whole(values: Mapping[str, Any], name: str) -> int:
+    """Numbers in a `Struct` are doubles; what is absent or no number counts as unknown."""
+    value = values.get(name)
+    return int(value) if isinstance(value, int | float) else 0
+
+
+def _rank_outcomes(trailers: Iterable[tuple[str, str | bytes]] | None) -> tuple[RankOutcome, ...]:
+    """What the protocol has no field for, from engines that tell it."""
+    for key, value in trailers or ():
+        if key == RANKS_KEY:
+            try:
+                return tuple(_ranks.decode(value))
+            except msgspec.MsgspecError:
+                return ()
+    return ()
