@@ -81,7 +81,8 @@ class KvPublisher:
             if len(question) == 3 and len(question[2]) == 8:
                 first = int.from_bytes(question[2], "big")
                 oldest = self._next - len(self._kept)
-                self._replays.append((question[0], deque(islice(self._kept, max(0, first - oldest), None))))
+                skipped = min(max(0, first - oldest), len(self._kept))
+                self._replays.append((question[0], deque(islice(self._kept, skipped, None))))
         if self._replays:
             asker, batches = self._replays[0]
             for _ in range(min(REPLAY_PIECE_BATCHES, len(batches))):

@@ -1,4 +1,4 @@
-"""Lines of a child's log, and the last of them that says why it cannot go on."""
+"""Lines of a child's log, and the last of them that says why it cannot go on: a critical one, or a crash's last."""
 
 import logging
 from collections.abc import Iterator
@@ -23,8 +23,8 @@ class LastWords:
             word, _, text = line[-LONGEST_LINE:].decode(errors="replace").strip().partition(" ")
             level = _LEVELS.get(word)
             if level is None:
-                level, text = logging.WARNING, f"{word} {text}".strip()
-            if text and level > logging.INFO:
+                text = f"{word} {text}".strip()
+            if text and level in {None, logging.CRITICAL}:
                 self.last = text
             if text:
-                yield level, text
+                yield level or logging.WARNING, text
