@@ -152,9 +152,14 @@ async def run_engine(options: EngineOptions) -> None:
     """Serve until cancelled. Raises `StartFailed`, or why it cannot go on; nothing is left running."""
     model = locate(options.model)
     failed: asyncio.Future[EngineError] = asyncio.get_running_loop().create_future()
+
+    def note_failure(error: EngineError) -> None:
+        if not failed.done():  # cancelled: we are stopping, and a rank that was told so too is no failure
+            failed.set_result(error)
+
     async with AsyncExitStack() as stack:
         ipc_dir = stack.enter_context(ipc_directory())
-        scheduler = await stack.enter_async_context(ZmqScheduler(ipc_dir, on_failed=failed.set_result))
+        scheduler = await stack.enter_async_context(ZmqScheduler(ipc_dir, on_failed=note_failure))
         ranks = RankProcesses(options.configs(model, ipc_dir), on_exit=scheduler.rank_died)
         await stack.enter_async_context(ranks)
         tokenizer = await asyncio.to_thread(load_tokenizer, model)

@@ -19,6 +19,9 @@ class LogLevel(StrEnum):
 def start_logging(level: LogLevel) -> None:
     """Send every logger's lines of this level and above to standard error."""
     logging.basicConfig(level=level.upper(), format=LINE, datefmt="%Y-%m-%d %H:%M:%S", stream=sys.stderr, force=True)
+    logging.getLogger("uvicorn").setLevel(
+        logging.WARNING
+    )  # it announces a server of its own, which is none of a user's
 
 
 def is_important(line: str) -> bool:
