@@ -79,8 +79,24 @@ def test_equal_prompts_that_come_together_are_computed_once() -> None:
     stage = Stage(limits(pool_blocks=40))
     for name in ("ann", "bob", "cat"):
         stage.submit(request(name, [5] * 13, 1))
+    stage.start_step()
+    assert stage.scheduler.load(0).running == 1, "whoever waits for a prefix reserves nothing"
     stage.run_dry()
     assert [stage.cached(name) for name in ("ann", "bob", "cat")] == [0, 12, 12]
+
+
+def test_a_sequence_that_runs_already_skips_what_another_computes_meanwhile() -> None:
+    """1. A long prompt leaves 2 tokens of each step, too few for a block: both others are admitted, none computes.
+    2. When it is done ann computes her prompt; bob, who needs the same blocks, waits. 3. He takes them from the cache."""
+    stage = Stage(limits(pool_blocks=40, chunk_tokens=22))
+    stage.submit(request("long", [1] * 40, 1))
+    stage.submit(request("ann", [2] * 12, 1))
+    stage.submit(request("bob", [2] * 12, 1))
+    stage.step()
+    assert stage.scheduler.load(0).running == 3
+    stage.run_dry()
+    assert (stage.cached("ann"), stage.cached("bob")) == (0, 8)
+    assert stage.scheduler.load(0).steps_total == 4
 
 
 def test_a_block_that_two_sequences_computed_is_stored_once_and_held_once() -> None:
@@ -110,6 +126,50 @@ def test_the_block_released_longest_ago_is_evicted_first_and_leaves_before_their
     assert stage.scheduler.load(0).evicted_tokens_total == 4
 
 
+def test_a_prefix_used_again_is_younger_than_one_that_was_not() -> None:
+    stage = Stage(limits(pool_blocks=4))
+    for name, token in (("hot", 1), ("cold", 2), ("hot again", 1)):
+        stage.submit(request(name, [token] * 5, 1))
+        stage.run_dry()
+    stage.submit(request("wide", [3] * 9, 1))
+    stage.run_dry()
+    stage.submit(request("still hot", [1] * 5, 1))
+    stage.run_dry()
+    assert stage.cached("still hot") == 4
+    assert sum(isinstance(event, BlocksRemoved) for event in stage.events) == 1
+
+
+def test_salts_that_are_gone_leave_nothing_behind() -> None:
+    stage = Stage(limits(pool_blocks=2))
+    for turn in range(9):
+        stage.submit(request(f"r{turn}", [1] * 5, 1, salt=f"tenant {turn}"))
+        stage.run_dry()
+    assert len(stage.scheduler._memory.tree._roots) <= 2
+
+
+def test_a_small_request_does_not_overtake_one_that_waits_for_memory() -> None:
+    stage = Stage(limits(pool_blocks=8))
+    stage.submit(request("running", [1] * 12, 8))
+    stage.step()
+    stage.submit(request("large", [2] * 20, 1))
+    stage.submit(request("small", [3], 1))
+    stage.step()
+    assert stage.said["small"] == []
+    stage.run_dry()
+    assert stage.ended("small") is FinishReason.LENGTH
+
+
+def test_a_newcomer_leaves_each_running_sequence_a_block_to_grow_into() -> None:
+    stage = Stage(limits(pool_blocks=5))
+    stage.submit(request("running", [1] * 8, 4))
+    stage.step()
+    stage.submit(request("newcomer", [2] * 8, 1))
+    stage.step()
+    assert stage.scheduler.load(0).waiting == 1
+    stage.run_dry()
+    assert stage.ended("newcomer") is FinishReason.LENGTH
+
+
 def test_the_youngest_gives_way_when_the_pool_runs_out_and_says_the_same_later() -> None:
     lone = {}
     for name, token in (("old", 1), ("young", 2)):
@@ -120,6 +180,10 @@ def test_the_youngest_gives_way_when_the_pool_runs_out_and_says_the_same_later()
     stage = Stage(limits(pool_blocks=5))
     stage.submit(request("old", [1] * 4, 16))
     stage.submit(request("young", [2] * 4, 16))
+    while stage.ended("old") is None:
+        stage.step()
+    assert stage.scheduler.load(0).steps_total == 16, "the oldest was held up"
+    assert stage.scheduler.load(0).waiting == 1
     stage.run_dry()
     assert {name: stage.tokens(name) for name in lone} == lone
     ends = {name: deltas[-1] for name, deltas in stage.said.items()}

@@ -46,16 +46,14 @@ class StepPlanner:
     def plan(self, *, admit_before: float) -> tuple[StepRow, ...]:
         """The rows of the next step; none if nothing can run. Requests of that turn or later are not admitted."""
         draft = _Draft(self._limits.chunk_tokens)
-        preempted = self.preemptions
         for sequence in self._by_turn():
-            if sequence.serial in self.running and sequence.decoding and self._grow(sequence, draft):
+            if sequence.serial in self.running and sequence.decoding and self._grow(sequence):
                 draft.add(self._row(sequence, 1))
         draft.budget = max(draft.budget, self._limits.block_size)
         for sequence in self._by_turn():
             if sequence.serial not in draft.rows:
                 self._continue_prompt(sequence, draft)
-        if self.preemptions == preempted:  # what was just given back is not for newcomers
-            self._admit(draft, admit_before)
+        self._admit(draft, admit_before)
         return tuple(draft.rows.values())
 
     def release(self, sequence: Sequence) -> None:
@@ -68,8 +66,11 @@ class StepPlanner:
     def _by_turn(self) -> list[Sequence]:
         return [self.running[serial] for serial in sorted(self.running)]
 
-    def _grow(self, sequence: Sequence, draft: _Draft) -> bool:
-        """Make room for its next token; False if it had to give way itself."""
+    def _grow(self, sequence: Sequence) -> bool:
+        """Make room for its next token; False if it had to give way itself.
+
+        Whoever gives way has no row yet: the oldest are served first.
+        """
         while True:
             blocks = self._memory.allocate(sequence.blocks_for(sequence.computed + 1))
             if blocks is not None:
@@ -77,7 +78,6 @@ class StepPlanner:
                 return True
             youngest = self.running[max(self.running)]
             self._preempt(youngest)
-            draft.rows.pop(youngest.serial, None)
             if youngest is sequence:
                 return False
 
