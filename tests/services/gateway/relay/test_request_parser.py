@@ -173,6 +173,9 @@ def test_headers_over_the_limit_are_refused_in_one_piece_or_many() -> None:
         error(parse(*(whole[at : at + 7] for at in range(0, len(whole), 7)), limits=limits)), HeadTooLarge
     )
     assert isinstance(error(parse(b"GET /" + b"x" * 300, limits=limits)), HeadTooLarge)
+    assert isinstance(error(parse(GET + whole, limits=limits)), HeadTooLarge)
+    assert isinstance(error(parse(GET * 9 + whole[:100], *[b"x" * 60] * 4, limits=limits)), HeadTooLarge)
+    assert len(requests(parse(GET * 9 + whole[:100], limits=limits))) == 9
 
 
 def test_a_body_that_comes_with_its_head_does_not_count_as_head() -> None:

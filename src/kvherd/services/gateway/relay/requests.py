@@ -77,6 +77,7 @@ class RequestParser:
         "_connection",
         "_content_length",
         "_expect",
+        "_fed",
         "_has_request_id",
         "_has_traceparent",
         "_head_fed",
@@ -86,6 +87,7 @@ class RequestParser:
         "_limits",
         "_parser",
         "_peer",
+        "_piece_is_shared",
         "_upgrade",
         "_url",
         "ended",
@@ -102,7 +104,8 @@ class RequestParser:
         self.ended = False
         self.stage = _IDLE
         self.wants_continue = False
-        self._head_fed = 0
+        self._fed = self._head_fed = 0
+        self._piece_is_shared = False
         self._url = b""
         self._body: list[bytes] = []
         self.on_message_begin()
@@ -111,10 +114,11 @@ class RequestParser:
     def feed(self, data: bytes) -> None:
         if self.ended:
             return
+        self._fed = len(data)
         if self.stage is not _BODY:
-            self._head_fed += len(data)
+            self._head_fed += self._fed
         elif self._chunked:
-            self._body_fed += len(data)
+            self._body_fed += self._fed
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserUpgrade as upgrade:
@@ -125,6 +129,9 @@ class RequestParser:
             self.refuse(error.__context__.error)
         except httptools.HttpParserError as error:
             self.refuse(FrameInvalid("HTTP/1.1", str(error)))
+        if self._piece_is_shared:
+            self._piece_is_shared = False
+            self._head_fed = 0 if self.stage is _IDLE else self._head_size()
         if self.stage is not _IDLE:
             self._check_growth()
 
@@ -192,7 +199,8 @@ class RequestParser:
         keep_alive = self._parser.should_keep_alive()
         self.ready.append(Incoming(self._request(), keep_alive, self._http10))
         self._url = b""
-        self._head_fed = 0
+        self._head_fed = self._fed  # at most: another head may follow in the same piece
+        self._piece_is_shared = True
         self.stage = _IDLE
         self.wants_continue = False
         if not keep_alive:
@@ -233,12 +241,13 @@ class RequestParser:
 
     def _check_sizes(self) -> None:
         limits = self._limits
-        if self._head_fed > limits.head_bytes:  # perhaps only because a body came with it
-            head = len(self._url) + sum(len(name) + len(value) + 4 for name, value in self._headers)
-            if head > limits.head_bytes:
-                raise _Refused(HeadTooLarge(limits.head_bytes))
+        if self._head_fed > limits.head_bytes < self._head_size():  # what was fed may hold more than this head
+            raise _Refused(HeadTooLarge(limits.head_bytes))
         if self._content_length and int(self._content_length) > limits.body_bytes:
             raise _Refused(BodyTooLarge(limits.body_bytes))
+
+    def _head_size(self) -> int:
+        return len(self._url) + sum(len(name) + len(value) + 4 for name, value in self._headers)
 
     def _check_growth(self) -> None:
         """Refuse what grows without end: a head, or whatever stands around a body's chunks."""
