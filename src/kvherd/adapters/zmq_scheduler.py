@@ -79,6 +79,8 @@ class ZmqScheduler:
         self._orders = Orders()
         self._reports: dict[OrderId, asyncio.Future[OrderReport]] = {}
         self._all_ready = asyncio.Event()
+        self._deserted = asyncio.Event()
+        self._deserted.set()
         self._expected = 0
         self._failure: EngineError | None = None
         self._reader = asyncio.TaskGroup()
@@ -190,6 +192,15 @@ class ZmqScheduler:
         if self._failure is None:
             self._failure = EngineStopping()
 
+    async def drain(self, *, within_s: float) -> None:
+        """Take no new request, let those alive end within that time, and end the rest with `EngineStopping`."""
+        self.refuse_new()
+        try:
+            async with asyncio.timeout(within_s):
+                await self._deserted.wait()
+        except TimeoutError:
+            self._fail(EngineStopping())
+
     # --- requests ------------------------------------------------------------
 
     def _admit(self, request: GenerationRequest) -> _Stream:
@@ -209,6 +220,8 @@ class ZmqScheduler:
         """The stream ended, by itself or because its reader left; its id is free again."""
         if self._streams.get(request) is stream:
             del self._streams[request]
+            if not self._streams:
+                self._deserted.set()
         self._by_wire_name.pop(stream.wire_name, None)
         if not stream.inbox.finished and stream.error is None:
             self._abort_in_rank(stream, "the reader left")

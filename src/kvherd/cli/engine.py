@@ -31,6 +31,8 @@ from kvherd.wire.rank_config import RankConfig
 HTTP_OFFSET = 2
 READY_DEADLINE_S = 300.0
 """The first start of a model converts its weights."""
+DRAIN_S = 5.0
+"""What requests get to end in when the engine is asked to stop; the rest end with an error."""
 
 log = logging.getLogger(__name__)
 
@@ -167,6 +169,7 @@ async def run_engine(options: EngineOptions) -> None:
         feeds = {each.rank: ZmqFrameFeed(each.events_endpoint, each.replay_endpoint) for each in scheduler.ranks}
         events = await stack.enter_async_context(KvRelay(feeds))
         servicer = await stack.enter_async_context(options.servicer(model, tokenizer, scheduler, events))
+        stack.push_async_callback(scheduler.drain, within_s=DRAIN_S)
         log.info("serving %s at grpc://%s:%d and http://%s:%d", *options.doors(model))
         error = await failed
         await servicer.fail(error)
