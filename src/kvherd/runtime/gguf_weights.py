@@ -30,7 +30,7 @@ def read_head(path: Path) -> GgufHead:
 
 def read_weights(path: Path, head: GgufHead, shape: LlamaShape) -> Weights:
     """Convert every tensor. Raises `ModelMissing` for a file cut short, `ModelUnsupported` for what is strange."""
-    tensors = _Tensors(path, head)
+    tensors = GgufTensors(path, head)
     if "rope_freqs.weight" in tensors.by_name:
         raise ModelUnsupported(str(path), "it scales its positions (rope_freqs)")
     hidden, vocab = shape.hidden_size, shape.vocab_size
@@ -73,13 +73,19 @@ def fuse(qkv: Floats, attention_out: Floats, gate_up: Floats, down: Floats) -> L
     )
 
 
-class _Tensors:
+class GgufTensors:
+    """The tensors of one file by llama.cpp's names."""
+
     def __init__(self, path: Path, head: GgufHead) -> None:
         self._path = path
         self._file = np.memmap(path, dtype=np.uint8, mode="r")
         self.by_name: dict[str, GgufTensor] = {tensor.name: tensor for tensor in head.tensors}
 
     def read(self, name: str, size: tuple[int, ...]) -> Floats:
+        """The tensor of this name, which must have this shape, in float32 and the file's order.
+
+        Raises `ModelMissing` and `ModelUnsupported`.
+        """
         # Here, not above: importing `gguf` takes half a second, and most starts find their weights converted.
         from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType  # noqa: PLC0415
         from gguf.quants import dequantize  # noqa: PLC0415
