@@ -24,6 +24,7 @@ from kvherd.wire.worker_pb import ResponseReader, encode_request
 
 Answer = Callable[[Call, Responder], Awaitable[None]]
 
+_JSON = [(b"content-type", b"application/json")]
 _EVENT_STREAM = [(b"content-type", b"text/event-stream"), (b"cache-control", b"no-cache")]
 
 
@@ -110,20 +111,20 @@ class GrpcGenerations:
             frames = completions.stream(
                 openai, request=request, generate=watch.generate, prompts=prompts, on_usage=on_usage
             )
-            return await self._stream(frames, watch, responder)
+            return await self._stream(frames, watch, call, responder)
         body = await completions.whole(
             openai, request=request, generate=watch.generate, prompts=prompts, on_usage=on_usage
         )
-        return _send(responder, body)
+        return _send(call, responder, body)
 
     async def _generate_natively(self, call: Call, responder: Responder) -> None:
         native = decode_generate(call.body)
         watch = _Watch(self.generate, call.on_first_token)
         if native.call.options.stream:
             frames = self._native.stream(native, request=call.request, generate=watch.generate, on_usage=call.on_usage)
-            return await self._stream(frames, watch, responder)
+            return await self._stream(frames, watch, call, responder)
         body = await self._native.whole(native, request=call.request, generate=watch.generate, on_usage=call.on_usage)
-        return _send(responder, body)
+        return _send(call, responder, body)
 
     async def _tokenize(self, call: Call, responder: Responder) -> None:
         asked = decode_tokenize(call.body)
@@ -132,21 +133,23 @@ class GrpcGenerations:
         else:
             token_ids = self._completions.prompt_ids(asked)[0]
         answer = {"tokens": token_ids, "count": len(token_ids), "max_model_len": self._traits.max_context_tokens}
-        _send(responder, msgspec.json.encode(answer))
+        _send(call, responder, msgspec.json.encode(answer))
 
     async def _detokenize(self, call: Call, responder: Responder) -> None:
         token_ids = decode_detokenize(call.body)
         text = self._tokenizer.decode(token_ids, skip_special_tokens=False)
         # vLLM's clients read the one, SGLang's the other
-        _send(responder, msgspec.json.encode({"prompt": text, "text": text}))
+        _send(call, responder, msgspec.json.encode({"prompt": text, "text": text}))
 
-    async def _stream(self, frames: AsyncGenerator[bytes, None], watch: "_Watch", responder: Responder) -> None:
+    async def _stream(
+        self, frames: AsyncGenerator[bytes, None], watch: "_Watch", call: Call, responder: Responder
+    ) -> None:
         async with aclosing(frames) as answer:
             async for frame in answer:
                 if watch.failure is not None:
                     break  # this frame only says so, and the responder has its own way
                 if not responder.started:
-                    responder.start(200, _EVENT_STREAM)
+                    responder.start(200, [*_EVENT_STREAM, *_extra(call)])
                 responder.write(frame)
                 await responder.drain()
         if watch.failure is None:
@@ -180,10 +183,14 @@ class _Watch:
             raise
 
 
-def _send(responder: Responder, body: bytes) -> None:
-    responder.start(200, [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))])
+def _send(call: Call, responder: Responder, body: bytes) -> None:
+    responder.start(200, [*_JSON, (b"content-length", b"%d" % len(body)), *_extra(call)])
     responder.write(body)
     responder.end()
+
+
+def _extra(call: Call) -> list[tuple[bytes, bytes]]:
+    return [(name.encode(), value.encode()) for name, value in call.extra_headers.items()]
 
 
 def _generation_error(worker: WorkerId, error: grpc.aio.AioRpcError) -> KvherdError:
