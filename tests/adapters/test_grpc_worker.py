@@ -1,0 +1,370 @@
+"""gRPC workers before an engine of SGLang's protocol that does as it is told."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import grpc.aio
+import pytest
+from grpc_reflection.v1alpha import reflection
+from smg_grpc_proto.generated import common_pb2, vllm_engine_pb2, vllm_engine_pb2_grpc
+
+from kvherd.adapters.grpc_tokenizer import fetch_tokenizer
+from kvherd.adapters.grpc_worker import GrpcWorker
+from kvherd.adapters.model_files import locate
+from kvherd.adapters.tokenizer import load_tokenizer
+from kvherd.core.errors import (
+    CallerError,
+    FieldInvalid,
+    PromptTooLong,
+    WorkerError,
+    WorkerFailed,
+    WorkerRefused,
+    WorkerTimedOut,
+    WorkerUnreachable,
+    WorkerUnsupported,
+)
+from kvherd.core.ids import RequestId, WorkerId
+from kvherd.ports.worker import Call, RankOutcome, WorkerKind
+from kvherd.testing.sglang_engine import EngineScript, ScriptedSglang, serving
+from kvherd.testing.workers import FakeResponder
+
+pytestmark = pytest.mark.net
+
+TOKENIZER = load_tokenizer(locate("tiny")).artifact_zip()
+HI = [{"role": "user", "content": "hi"}]
+
+
+@asynccontextmanager
+async def worker_before(script: EngineScript) -> AsyncIterator[GrpcWorker]:
+    script.tokenizer_zip = script.tokenizer_zip or TOKENIZER
+    async with serving(ScriptedSglang(script)) as target:
+        worker = GrpcWorker(WorkerId(f"grpc://{target}"))
+        try:
+            yield worker
+        finally:
+            await worker.close()
+
+
+def call(path: str, body: dict[str, Any], **more: Any) -> Call:
+    return Call("POST", path, [], json.dumps(body).encode(), RequestId("r"), **more)
+
+
+def chat(**fields: Any) -> Call:
+    return call("/v1/chat/completions", {"model": "herd", "messages": HI, **fields})
+
+
+async def answer_of(worker: GrpcWorker, asked: Call) -> Any:
+    responder = FakeResponder()
+    await worker.forward(asked, responder)
+    assert responder.status == 200
+    return json.loads(responder.body)
+
+
+# --- what it is ----------------------------------------------------------------------------------------------
+
+
+async def test_detection_reads_everything_that_routing_needs() -> None:
+    async with worker_before(EngineScript()) as worker:
+        facts = await worker.detect()
+    assert (facts.kind, facts.models, facts.version) == (WorkerKind.SGLANG_GRPC, ("herd",), "kvherd-0.1.0")
+    assert (facts.block_size, facts.ranks, facts.max_running) == (16, 2, 8)
+    assert (facts.max_context_tokens, facts.capacity_tokens, facts.events_url) == (400, 8192, worker.id)
+
+
+async def test_the_load_is_the_sum_over_ranks() -> None:
+    async with worker_before(EngineScript()) as worker:
+        load = await worker.load()
+    assert (load.running, load.waiting, load.used_tokens, load.capacity_tokens) == (2, 4, 60, 800)
+
+
+async def test_an_unhealthy_worker_says_why() -> None:
+    async with worker_before(EngineScript(healthy=False)) as worker:
+        with pytest.raises(WorkerFailed, match="warming up"):
+            await worker.probe()
+
+
+class VllmEngine(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignore[misc] # generated, untyped
+    async def HealthCheck(self, request: Any, context: Any) -> Any:  # noqa: N802
+        return vllm_engine_pb2.HealthCheckResponse(healthy=True)
+
+    async def GetModelInfo(self, request: Any, context: Any) -> Any:  # noqa: N802
+        return vllm_engine_pb2.GetModelInfoResponse(model_path="/m", max_context_length=99)
+
+    async def GetServerInfo(self, request: Any, context: Any) -> Any:  # noqa: N802
+        return vllm_engine_pb2.GetServerInfoResponse(data_parallel_size=3)
+
+    async def FlushCache(self, request: Any, context: Any) -> Any:  # noqa: N802
+        return common_pb2.FlushCacheResponse(success=True, message="reset")
+
+
+@asynccontextmanager
+async def foreign_server(names: list[str]) -> AsyncIterator[GrpcWorker]:
+    server = grpc.aio.server()
+    vllm_engine_pb2_grpc.add_VllmEngineServicer_to_server(VllmEngine(), server)
+    reflection.enable_server_reflection([*names, reflection.SERVICE_NAME], server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    worker = GrpcWorker(WorkerId(f"grpc://127.0.0.1:{port}"))
+    try:
+        yield worker
+    finally:
+        await worker.close()
+        await server.stop(None)
+
+
+async def test_a_vllm_engine_is_known_probed_and_flushed_but_not_asked_to_generate() -> None:
+    async with foreign_server(["vllm.grpc.engine.VllmEngine"]) as worker:
+        facts = await worker.detect()
+        assert (facts.kind, facts.models, facts.ranks) == (WorkerKind.VLLM_GRPC, ("/m",), 3)
+        await worker.probe()
+        assert (await worker.flush(timeout_s=0.0)).done
+        with pytest.raises(WorkerUnsupported, match="VllmEngine"):
+            await worker.forward(chat(), FakeResponder())
+
+
+async def test_engines_we_can_only_name_are_named_and_cannot_be_flushed() -> None:
+    async with foreign_server(["trtllm.TrtllmService"]) as worker:
+        assert (await worker.detect()).kind is WorkerKind.TRTLLM_GRPC
+        await worker.probe()
+        with pytest.raises(WorkerUnsupported):
+            await worker.flush(timeout_s=0.0)
+        with pytest.raises(WorkerUnsupported):
+            await worker.load()
+
+
+async def test_a_server_that_is_no_engine_is_refused() -> None:
+    async with foreign_server([]) as worker:
+        with pytest.raises(WorkerUnsupported, match="engine protocol"):
+            await worker.detect()
+
+
+# --- tokenizer -----------------------------------------------------------------------------------------------
+
+
+async def test_the_tokenizer_comes_from_the_worker() -> None:
+    async with serving(ScriptedSglang(EngineScript(tokenizer_zip=TOKENIZER))) as target:
+        tokenizer = await fetch_tokenizer(f"grpc://{target}", 20.0)
+    assert tokenizer.encode("hi") == [104, 105]
+
+
+@pytest.mark.parametrize(
+    ("script", "problem"),
+    [
+        (EngineScript(tokenizer_zip=TOKENIZER, digest="0" * 64), "damaged"),
+        (EngineScript(tokenizer_zip=b"no zip at all"), "cannot be used"),
+    ],
+)
+async def test_a_tokenizer_that_cannot_be_trusted_is_not_used(script: EngineScript, problem: str) -> None:
+    async with serving(ScriptedSglang(script)) as target:
+        with pytest.raises(WorkerFailed, match=problem):
+            await fetch_tokenizer(target, 20.0)
+
+
+# --- answers -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        EngineScript(),
+        EngineScript(repeats_all=True),
+        EngineScript(ends_with_eos=True),
+        EngineScript(ends_with_eos=True, repeats_all=True),
+        EngineScript(streams=False, ends_with_eos=True),
+    ],
+    ids=["last chunk repeated", "all repeated", "eos in chunks", "eos in both", "no chunks"],
+)
+async def test_every_token_comes_once_however_the_engine_repeats_itself(script: EngineScript) -> None:
+    script.answer, script.logprobs, script.cached_tokens = "Paris", True, 4
+    async with worker_before(script) as worker:
+        answer = await answer_of(worker, chat(logprobs=True, top_logprobs=1, skip_special_tokens=False))
+    choice = answer["choices"][0]
+    assert choice["message"]["content"] == "Paris"
+    assert [token["token"] for token in choice["logprobs"]["content"]] == list("Paris")
+    assert answer["usage"]["prompt_tokens_details"] == {"cached_tokens": 4}
+
+
+async def test_what_was_asked_reaches_the_engine() -> None:
+    script = EngineScript()
+    async with worker_before(script) as worker:
+        await answer_of(
+            worker,
+            chat(max_tokens=9, temperature=0.5, stop_token_ids=[7], seed=2**53 + 1, cache_salt="s", logprobs=True),
+        )
+    request = script.requests[0]
+    params = request.sampling_params
+    assert (request.request_id, params.max_new_tokens, params.temperature) == ("r", 9, 0.5)
+    assert (list(params.stop_token_ids), params.top_p, params.top_k, params.n) == ([7], 1.0, -1, 1)
+    assert dict(params.custom_params) == {"seed": str(2**53 + 1), "cache_salt": "s"}
+    assert request.return_logprob
+
+
+async def test_the_tokens_that_routing_made_are_used_as_they_are() -> None:
+    script = EngineScript()
+    async with worker_before(script) as worker:
+        body = {"model": "herd", "messages": HI}
+        await answer_of(worker, call("/v1/chat/completions", body, prompt_token_ids=[1, 2, 3]))
+    assert list(script.requests[0].tokenized.input_ids) == [1, 2, 3]
+
+
+async def test_a_salt_is_never_dropped_silently() -> None:
+    async with worker_before(EngineScript(version="0.5.23")) as worker:
+        with pytest.raises(WorkerUnsupported, match="cache_salt"):
+            await worker.forward(chat(cache_salt="tenant"), FakeResponder())
+
+
+async def test_a_stop_string_ends_the_generation_on_the_engine() -> None:
+    script = EngineScript(answer="one, two, three")
+    async with worker_before(script) as worker:
+        answer = await answer_of(worker, chat(stop=","))
+        assert answer["choices"][0]["message"]["content"] == "one"
+        async with asyncio.timeout(5):
+            await script.ended.wait()
+
+
+@pytest.mark.parametrize(
+    ("body", "error"),
+    [
+        ({"model": "herd", "messages": HI, "temperature": -1}, FieldInvalid),
+        ({"model": "herd", "messages": HI, "max_tokens": 10_000}, PromptTooLong),
+    ],
+)
+async def test_the_callers_mistakes_never_reach_the_engine(body: dict[str, Any], error: type[CallerError]) -> None:
+    script, responder = EngineScript(), FakeResponder()
+    async with worker_before(script) as worker:
+        with pytest.raises(error):
+            await worker.forward(call("/v1/chat/completions", body), responder)
+    assert script.requests == []
+    assert not responder.started
+
+
+async def test_what_the_engine_calls_invalid_is_the_callers_mistake() -> None:
+    async with worker_before(EngineScript(stops_after=0, then="INVALID_ARGUMENT")) as worker:
+        with pytest.raises(FieldInvalid, match="as told"):
+            await worker.forward(chat(), FakeResponder())
+
+
+@pytest.mark.parametrize(
+    ("status", "error"),
+    [
+        ("UNAVAILABLE", WorkerUnreachable),
+        ("RESOURCE_EXHAUSTED", WorkerRefused),
+        ("INTERNAL", WorkerFailed),
+        ("UNIMPLEMENTED", WorkerUnsupported),
+        ("DEADLINE_EXCEEDED", WorkerTimedOut),
+    ],
+)
+async def test_each_status_before_the_first_token_is_an_error_of_its_own(status: str, error: type[WorkerError]) -> None:
+    for stream in (False, True):
+        responder = FakeResponder()
+        async with worker_before(EngineScript(stops_after=0, then=status)) as worker:
+            with pytest.raises(error):
+                await worker.forward(chat(stream=stream), responder)
+        assert not responder.started
+
+
+async def test_closing_the_worker_ends_an_answer_under_way_with_a_reason() -> None:
+    script, responder = EngineScript(stops_after=1), FakeResponder()
+    async with worker_before(script) as worker:
+        await worker.detect()
+
+        async def close_when_it_runs() -> None:
+            async with asyncio.timeout(5):
+                while not responder.body:  # noqa: ASYNC110 - the responder has no event
+                    await asyncio.sleep(0.01)
+            await worker.close()
+
+        async with asyncio.TaskGroup() as group:
+            group.create_task(close_when_it_runs())
+            with pytest.raises(WorkerFailed, match="closed here"):
+                await worker.forward(chat(stream=True), responder)
+    assert responder.failed
+
+
+# --- SGLang's own generate, and tokens ------------------------------------------------------------------------
+
+
+async def test_native_generate_has_sglangs_shape() -> None:
+    async with worker_before(EngineScript(answer="abc", cached_tokens=2)) as worker:
+        answer = await answer_of(worker, call("/generate", {"text": "say", "sampling_params": {"max_new_tokens": 5}}))
+    assert answer == {
+        "text": "abc",
+        "output_ids": [97, 98, 99],
+        "meta_info": {
+            "id": "r",
+            "finish_reason": {"type": "stop", "matched": 256},
+            "prompt_tokens": 3,
+            "completion_tokens": 3,
+            "cached_tokens": 2,
+        },
+    }
+
+
+async def test_native_streams_repeat_the_text_so_far_for_each_prompt() -> None:
+    responder = FakeResponder()
+    async with worker_before(EngineScript(answer="ab")) as worker:
+        body = {"input_ids": [[1], [2, 3]], "stream": True, "sampling_params": {"max_new_tokens": 2}}
+        await worker.forward(call("/generate", body), responder)
+    events = [event.removeprefix("data: ") for event in responder.body.decode().strip().split("\n\n")]
+    assert events.pop() == "[DONE]"
+    for index, prompt_tokens in enumerate((1, 2)):
+        mine = [event for event in map(json.loads, events) if event["index"] == index]
+        assert [event["text"] for event in mine][-1] == "ab"
+        assert mine[0]["text"] == "a"
+        assert mine[-1]["meta_info"]["finish_reason"] == {"type": "length", "length": 2}
+        assert mine[-1]["meta_info"]["prompt_tokens"] == prompt_tokens
+
+
+async def test_tokens_and_text_are_turned_into_each_other() -> None:
+    async with worker_before(EngineScript()) as worker:
+        tokenized = await answer_of(worker, call("/tokenize", {"prompt": "hé"}))
+        text = await answer_of(worker, call("/detokenize", {"tokens": tokenized["tokens"]}))
+        chat_tokens = await answer_of(worker, call("/tokenize", {"messages": HI}))
+    assert (tokenized["tokens"], tokenized["count"], tokenized["max_model_len"]) == ([104, 195, 169], 3, 400)
+    assert text["prompt"] == "hé"
+    assert chat_tokens["count"] > 10
+
+
+async def test_other_paths_are_refused() -> None:
+    async with worker_before(EngineScript()) as worker:
+        with pytest.raises(WorkerUnsupported, match="/v1/embeddings"):
+            await worker.forward(call("/v1/embeddings", {}), FakeResponder())
+
+
+# --- flush ---------------------------------------------------------------------------------------------------
+
+
+async def test_a_flush_tells_each_ranks_outcome() -> None:
+    async with worker_before(EngineScript(flush="refused")) as worker:
+        answer = await worker.flush(timeout_s=1.0)
+    assert not answer.done
+    assert answer.ranks == (RankOutcome(rank=answer.ranks[0].rank, done=False, message="1 request is running"),)
+
+
+@pytest.mark.parametrize(
+    ("status", "error"),
+    [
+        ("DEADLINE_EXCEEDED", WorkerTimedOut),
+        ("UNAVAILABLE", WorkerUnreachable),
+        ("INVALID_ARGUMENT", WorkerRefused),
+        ("FAILED_PRECONDITION", WorkerRefused),
+        ("UNIMPLEMENTED", WorkerUnsupported),
+        ("INTERNAL", WorkerFailed),
+    ],
+)
+async def test_each_status_of_a_flush_is_an_error_of_its_own(status: str, error: type[WorkerError]) -> None:
+    async with worker_before(EngineScript(flush=status)) as worker:
+        with pytest.raises(error):
+            await worker.flush(timeout_s=1.0)
+
+
+async def test_a_flush_that_stalls_is_on_its_way_and_ends_at_the_callers_deadline() -> None:
+    opened: list[bool] = []
+    async with worker_before(EngineScript(flush="stall")) as worker:
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.3):
+                await worker.flush(timeout_s=9.0, opened=lambda: opened.append(True))
+    assert opened == [True]
