@@ -3,8 +3,12 @@
 import ast
 import re
 from pathlib import Path
+from types import ModuleType
 
 import pytest
+from smg_grpc_proto.generated import sglang_scheduler_pb2
+
+from kvherd.wire.proto import kvherd_gateway_v1_pb2
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
@@ -81,3 +85,27 @@ def test_a_word_of_the_glossary_has_one_meaning() -> None:
     words = re.findall(r"^\| \*\*(.+?)\*\* \|", (ROOT / "docs/glossary.md").read_text(), re.MULTILINE)
     assert len(words) > 20
     assert sorted(words) == sorted(set(words))
+
+
+def routes(file: str) -> set[str]:
+    """The literal paths of an application's routes; a converter such as `{name:path}` is read as `{name}`."""
+    found = re.findall(r"\b[Rr]oute\(\s*\"(/[^\"]*)\"", (ROOT / file).read_text())
+    return {re.sub(r":\w+}", "}", path) for path in found}
+
+
+@pytest.mark.parametrize("file", ["src/kvherd/services/gateway/admin.py", "src/kvherd/services/servicer/http_app.py"])
+def test_the_api_page_has_every_route(file: str) -> None:
+    page = (ROOT / "docs/api.md").read_text()
+    paths = routes(file)
+    assert len(paths) >= 8
+    assert {path for path in paths if f"{path}`" not in page and f"{path}?" not in page} == set()
+
+
+@pytest.mark.parametrize("protocol", [sglang_scheduler_pb2, kvherd_gateway_v1_pb2], ids=["engine", "gateway"])
+def test_the_api_page_has_every_rpc(protocol: ModuleType) -> None:
+    page = (ROOT / "docs/api.md").read_text()
+    services = protocol.DESCRIPTOR.services_by_name.values()
+    rpcs = {method.name for service in services for method in service.methods}
+    assert rpcs
+    assert {rpc for rpc in rpcs if f"`{rpc}`" not in page} == set()
+    assert all(f"`{service.full_name}`" in page for service in services)
