@@ -23,6 +23,7 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import cast
 
@@ -214,9 +215,9 @@ def pin(core: int) -> None:
 def process(arguments: list[str], *, core: int, stdout: int = subprocess.DEVNULL) -> Iterator[subprocess.Popen[str]]:
     """Run it within the block; its errors go to this process's own unless its output is not wanted either."""
     errors = subprocess.DEVNULL if stdout == subprocess.DEVNULL else None
-    child = subprocess.Popen(  # noqa: PLW1509 - one thread forks
-        arguments, text=True, stdout=stdout, stderr=errors, preexec_fn=lambda: pin(core)
-    )
+    # A preexec_fn is unsafe among threads only, and this program has one.
+    place = partial(pin, core)
+    child = subprocess.Popen(arguments, text=True, stdout=stdout, stderr=errors, preexec_fn=place)  # noqa: PLW1509
     try:
         yield child
     finally:

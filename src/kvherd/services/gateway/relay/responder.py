@@ -45,6 +45,7 @@ class ConnectionResponder:
     __slots__ = (
         "_chunked",
         "_ended",
+        "_held_head",
         "_incoming",
         "_left",
         "_outlet",
@@ -65,7 +66,7 @@ class ConnectionResponder:
         self._silent = False
         self._sse = False
         self._left = _WITHOUT_LENGTH
-        self._tail = b""
+        self._tail = self._held_head = b""
 
     @property
     def ended(self) -> bool:
@@ -79,7 +80,10 @@ class ConnectionResponder:
             return
         head = self._head(status, headers)
         self.started = True
-        self._outlet.transport.write(head)
+        if self._left > 0 and not self._silent:
+            self._held_head = head  # a body follows for certain: one write for both saves a system call
+        else:
+            self._outlet.transport.write(head)
 
     def write(self, data: bytes) -> None:
         if self._ended or self._silent or not data:
@@ -93,6 +97,9 @@ class ConnectionResponder:
                 data = data[: self._left]
                 self.keep_alive = False
             self._left -= len(data)
+            if self._held_head:
+                data = self._held_head + data
+                self._held_head = b""
         self._outlet.transport.write(data)
 
     def end(self) -> None:
@@ -187,6 +194,8 @@ class ConnectionResponder:
         self._ended = True
         self.keep_alive = False
         transport = self._outlet.transport
+        if self._held_head:
+            transport.write(self._held_head)
         if self._chunked or self._left > 0 or self._silent:
             transport.close()
         else:  # the end of such an answer is the end of the connection: only a reset differs from it
