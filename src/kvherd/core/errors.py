@@ -78,6 +78,24 @@ class ModelUnknown(CallerError):
 
 
 @dataclass(eq=False)
+class WorkerUnknown(CallerError):
+    name: str
+
+    def __str__(self) -> str:
+        return f"no worker {self.name!r} is registered here; GET /workers lists those that are"
+
+
+@dataclass(eq=False)
+class NotAllowed(CallerError):
+    """The caller may not do it; `problem` says what it would need."""
+
+    problem: str
+
+    def __str__(self) -> str:
+        return f"this is for operators: {self.problem}"
+
+
+@dataclass(eq=False)
 class BodyTooLarge(CallerError):
     limit_bytes: int
 

@@ -27,6 +27,8 @@ TABLE: dict[type[errors.KvherdError], Status] = {
     errors.PromptTooLong: Status(400, "INVALID_ARGUMENT", "invalid_request_error", "context_length_exceeded"),
     errors.Unsupported: Status(400, "UNIMPLEMENTED", "invalid_request_error", "unsupported"),
     errors.ModelUnknown: Status(404, "NOT_FOUND", "invalid_request_error", "model_not_found"),
+    errors.WorkerUnknown: Status(404, "NOT_FOUND", "invalid_request_error", "worker_not_found"),
+    errors.NotAllowed: Status(403, "PERMISSION_DENIED", "permission_error", "not_allowed"),
     errors.RequestUnknown: Status(404, "NOT_FOUND", "invalid_request_error", "request_not_found"),
     errors.RequestDuplicate: Status(409, "ALREADY_EXISTS", "invalid_request_error", "request_exists"),
     errors.BodyTooLarge: Status(413, "RESOURCE_EXHAUSTED", "invalid_request_error", "body_too_large"),

@@ -1,0 +1,195 @@
+"""The gateway's HTTP beside the data path: the fleet, orders to it, and what programs ask of any engine."""
+
+from urllib.parse import unquote
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from kvherd import __version__
+from kvherd.core.errors import FieldInvalid, KvherdError
+from kvherd.core.fleet.roster import Member
+from kvherd.services.gateway.console import Console
+from kvherd.services.gateway.fleet import WorkerSpec
+from kvherd.wire.fleet_json import flush_report
+from kvherd.wire.openai.body import parse_object
+from kvherd.wire.openai.errors import error_body
+
+RETRY_AFTER_S = "5"
+
+
+def build_app(console: Console, *, policy: str) -> Starlette:
+    """The Starlette application of one gateway. Routes for operators answer callers that the console admits."""
+    routes = _Routes(console, policy)
+    operators = [
+        Route("/workers", routes.list_workers, methods=["GET"]),
+        Route("/workers", routes.add_worker, methods=["POST"]),
+        Route("/workers/{name:path}", routes.show_worker, methods=["GET"]),
+        Route("/workers/{name:path}", routes.remove_worker, methods=["DELETE"]),
+        Route("/flush_cache", routes.flush, methods=["POST"]),
+    ]
+    anybody = [
+        Route("/v1/models", routes.models, methods=["GET"]),
+        Route("/health", routes.health, methods=["GET"]),
+        Route("/ready", routes.ready, methods=["GET"]),
+        Route("/metrics", routes.metrics, methods=["GET"]),
+        Route("/get_loads", routes.loads, methods=["GET"]),
+        Route("/server_info", routes.server, methods=["GET"]),
+        Route("/get_server_info", routes.server, methods=["GET"]),
+        Route("/get_model_info", routes.model, methods=["GET"]),
+    ]
+    for route in operators:
+        route.app = _Guarded(route.app, console)
+    return Starlette(
+        routes=operators + anybody,
+        exception_handlers={HTTPException: _http_error, KvherdError: _own_error, Exception: _own_error},
+    )
+
+
+class _Guarded:
+    """Lets a request through to `app` if the console admits its caller."""
+
+    def __init__(self, app: ASGIApp, console: Console) -> None:
+        self._app = app
+        self._console = console
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        request = Request(scope)
+        host = request.client.host if request.client else ""
+        try:
+            self._console.admit(host=host, authorization=request.headers.get("authorization", ""))
+        except KvherdError as error:
+            await (await _own_error(request, error))(scope, receive, send)
+            return
+        await self._app(scope, receive, send)
+
+
+class _Routes:
+    def __init__(self, console: Console, policy: str) -> None:
+        self._console = console
+        self._policy = policy
+
+    async def list_workers(self, _: Request) -> Response:
+        return JSONResponse({"workers": self._console.workers()})
+
+    async def show_worker(self, request: Request) -> Response:
+        return JSONResponse(self._console.worker(_name(request)))
+
+    async def add_worker(self, request: Request) -> Response:
+        body = parse_object(await request.body())
+        unknown = sorted(body.keys() - {"url", "events"})
+        if unknown:
+            raise FieldInvalid(unknown[0], "is unknown here; a worker has a url and perhaps events")
+        url, events = body.get("url"), body.get("events")
+        if not isinstance(url, str):
+            raise FieldInvalid("url", "must be a text such as grpc://HOST:PORT or http://HOST:PORT")
+        if not isinstance(events, str | None):
+            raise FieldInvalid("events", "must be a text such as grpc://HOST:PORT")
+        entry, new = self._console.add(WorkerSpec(url, events))
+        return JSONResponse(entry, status_code=201 if new else 200)
+
+    async def remove_worker(self, request: Request) -> Response:
+        drain_s = _seconds(request, default=None)
+        return JSONResponse(await self._console.remove(_name(request), drain_s=drain_s))
+
+    async def flush(self, request: Request) -> Response:
+        report = await self._console.flush(_seconds(request, default=0.0) or 0.0)
+        headers = {"retry-after": RETRY_AFTER_S} if report.http_status == 503 else None
+        return JSONResponse(flush_report(report), status_code=report.http_status, headers=headers)
+
+    async def models(self, _: Request) -> Response:
+        roster = self._console.fleet.roster
+        models = [
+            {
+                "id": model,
+                "object": "model",
+                "created": 0,
+                "owned_by": "kvherd",
+                "max_model_len": _context_tokens([one for one in roster if model in one.models]),
+            }
+            for model in roster.models()
+        ]
+        return JSONResponse({"object": "list", "data": models})
+
+    async def health(self, _: Request) -> Response:
+        return JSONResponse({"status": "ok"})
+
+    async def ready(self, _: Request) -> Response:
+        """Ready while every model that is known here has a worker that takes requests."""
+        problems = self._console.unready()
+        if problems:
+            body = {"ready": False, "problems": problems}
+            return JSONResponse(body, status_code=503, headers={"retry-after": RETRY_AFTER_S})
+        return JSONResponse({"ready": True, "problems": []})
+
+    async def metrics(self, _: Request) -> Response:
+        return Response(self._console.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    async def loads(self, _: Request) -> Response:
+        kept = (
+            "id",
+            "url",
+            "state",
+            "running",
+            "waiting",
+            "outstanding",
+            "backlog_s",
+            "used_tokens",
+            "capacity_tokens",
+        )
+        return JSONResponse({"loads": [{name: one[name] for name in kept} for one in self._console.workers()]})
+
+    async def server(self, _: Request) -> Response:
+        roster = self._console.fleet.roster
+        return JSONResponse(
+            {
+                "server": "kvherd-gateway",
+                "version": __version__,
+                "router_manager": True,  # bench clients of this field ask a router no engine's figures
+                "policy": self._policy,
+                "models": list(roster.models()),
+                "workers": [one.worker for one in roster],
+            }
+        )
+
+    async def model(self, _: Request) -> Response:
+        models = self._console.fleet.roster.models()
+        return JSONResponse({"model_path": models[0] if models else "", "models": list(models), "is_generation": True})
+
+
+def _name(request: Request) -> str:
+    """A worker's id or URL; the URL may be given encoded or as it is."""
+    return unquote(request.path_params["name"])
+
+
+def _seconds(request: Request, default: float | None) -> float | None:
+    text = request.query_params.get("timeout")
+    if text is None:
+        return default
+    try:
+        return float(text)
+    except ValueError:
+        raise FieldInvalid("timeout", f"must be a number of seconds, not {text[:40]!r}") from None
+
+
+def _context_tokens(members: list[Member]) -> int | None:
+    """What every worker of a model can hold; None if none tells."""
+    return min((one.max_context_tokens for one in members if one.max_context_tokens), default=None)
+
+
+async def _own_error(_: Request, error: Exception) -> Response:
+    status, body = error_body(error)
+    headers = {"retry-after": RETRY_AFTER_S} if status == 503 else None
+    return Response(body, status_code=status, headers=headers, media_type="application/json")
+
+
+async def _http_error(request: Request, error: Exception) -> Response:
+    """Starlette's own: a path that is not here, or a method that it does not take."""
+    status = error.status_code if isinstance(error, HTTPException) else 500
+    headers = error.headers if isinstance(error, HTTPException) else None
+    sentence = f"{request.method} {request.url.path} is not served here"
+    body = {"error": {"message": sentence, "type": "invalid_request_error", "param": None, "code": "not_found"}}
+    return JSONResponse(body, status_code=status, headers=headers)

@@ -1,0 +1,105 @@
+"""What an operator sees and orders. HTTP and gRPC are two ways to it."""
+
+import asyncio
+import hmac
+import math
+from collections.abc import Callable
+from ipaddress import IPv6Address, ip_address
+
+from kvherd.core.errors import FieldInvalid, NotAllowed, WorkerUnknown
+from kvherd.core.fleet.fanout import FanoutReport
+from kvherd.core.fleet.roster import Member
+from kvherd.core.ids import WorkerId
+from kvherd.services.gateway.fleet import Fleet, WorkerSpec
+from kvherd.services.gateway.metrics import GatewayMetrics
+from kvherd.services.gateway.orders import flush_fleet
+from kvherd.wire.fleet_json import Json, KvView, worker_entry
+
+LONGEST_FLUSH_S = 3600.0
+
+
+class Console:
+    """Views of the fleet and orders to it, each with a bound on its time."""
+
+    def __init__(
+        self,
+        *,
+        fleet: Fleet,
+        kv: Callable[[WorkerId], KvView],
+        flushed: Callable[[WorkerId], None],
+        metrics: GatewayMetrics,
+        admin_key: str | None = None,
+    ) -> None:
+        self.fleet = fleet
+        self.metrics = metrics
+        self.kv = kv
+        self._flushed = flushed
+        self._admin_key = admin_key
+
+    def admit(self, *, host: str, authorization: str) -> None:
+        """Raise `NotAllowed` unless the caller has the admin key, or none is set and the caller is on this machine."""
+        if self._admin_key is None:
+            if not _is_loopback(host):
+                raise NotAllowed("without an admin key only callers on this machine are served; set one (--admin-key)")
+            return
+        presented = authorization.removeprefix("Bearer ").encode()
+        if not hmac.compare_digest(presented, self._admin_key.encode()):
+            raise NotAllowed("give the admin key as `Authorization: Bearer KEY`")
+
+    async def flush(self, timeout_s: float) -> FanoutReport:
+        """Order every worker to clear its cache, and return within `timeout_s` + 5 s. Raises `FieldInvalid`."""
+        if not math.isfinite(timeout_s) or not 0 <= timeout_s <= LONGEST_FLUSH_S:
+            raise FieldInvalid("timeout", f"must be a number of seconds from 0 to {LONGEST_FLUSH_S:g}")
+        report = await flush_fleet(self.fleet.addressees(), timeout_s=timeout_s, flushed=self._flushed)
+        self.metrics.flushed(report)
+        return report
+
+    def workers(self) -> list[Json]:
+        now_s = asyncio.get_running_loop().time()
+        return [self.entry(member, now_s) for member in self.fleet.roster]
+
+    def worker(self, name: str) -> Json:
+        """One worker by URL or id. Raises `WorkerUnknown`."""
+        return self.entry(self._find(name), asyncio.get_running_loop().time())
+
+    def entry(self, member: Member, now_s: float) -> Json:
+        return worker_entry(member, self.kv(member.worker), now_s)
+
+    def unready(self) -> list[str]:
+        """What keeps the gateway from serving every model, in words; empty if it does."""
+        roster, now_s = self.fleet.roster, asyncio.get_running_loop().time()
+        if not len(roster):
+            return ["no worker is registered"]
+        if not roster.models():
+            return [f"{one.worker} {one.unavailable(now_s)}" for one in roster]
+        return [f"no worker takes requests for {model} now" for model in roster.unserved(now_s)]
+
+    def add(self, spec: WorkerSpec) -> tuple[Json, bool]:
+        """The worker's entry, and whether it is new. Raises `OptionInvalid`."""
+        before = len(self.fleet.roster)
+        member = self.fleet.add(spec)
+        return self.entry(member, asyncio.get_running_loop().time()), len(self.fleet.roster) > before
+
+    async def remove(self, name: str, *, drain_s: float | None) -> Json:
+        """Drain a worker and let it go. Raises `WorkerUnknown` or `FieldInvalid`."""
+        if drain_s is not None and not 0 <= drain_s <= LONGEST_FLUSH_S:
+            raise FieldInvalid("timeout", f"must be a number of seconds from 0 to {LONGEST_FLUSH_S:g}")
+        member = self._find(name)
+        drained = await self.fleet.remove(member.worker, drain_s=drain_s)
+        return {"id": member.slug, "url": member.worker, "drained": drained}
+
+    def _find(self, name: str) -> Member:
+        member = self.fleet.roster.find(name)
+        if member is None:
+            raise WorkerUnknown(name)
+        return member
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        address = ip_address(host.split("%", maxsplit=1)[0])
+    except ValueError:
+        return False
+    if isinstance(address, IPv6Address) and address.ipv4_mapped is not None:
+        address = address.ipv4_mapped
+    return address.is_loopback

@@ -1,0 +1,106 @@
+"""The gateway's gRPC: `kvherd.gateway.v1`, with health and reflection."""
+
+import asyncio
+import logging
+from types import TracebackType
+from typing import Self
+
+import grpc
+import grpc.aio
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1.health import aio as health_aio
+from grpc_reflection.v1alpha import reflection
+
+from kvherd.core.errors import KvherdError, PortInUse
+from kvherd.services.gateway.console import Console
+from kvherd.wire.gateway_pb import flush_response, worker_message
+from kvherd.wire.proto import kvherd_gateway_v1_pb2 as pb
+from kvherd.wire.proto import kvherd_gateway_v1_pb2_grpc as pb_grpc
+from kvherd.wire.status import public_message, status_of
+
+log = logging.getLogger(__name__)
+
+
+_SERVICE = pb.DESCRIPTOR.services_by_name["Gateway"].full_name
+_GRACE_S = 1.0
+
+
+class _Gateway(pb_grpc.GatewayServicer):
+    def __init__(self, console: Console) -> None:
+        self._console = console
+
+    async def FlushCache(
+        self, request: pb.FlushCacheRequest, context: grpc.aio.ServicerContext
+    ) -> pb.FlushCacheResponse:  # noqa: N802
+        try:
+            self._admit(context)
+            return flush_response(await self._console.flush(request.timeout_s))
+        except Exception as error:  # the edge of the process: every error leaves it as a status
+            await _abort(context, error)
+            raise
+
+    async def ListWorkers(
+        self, request: pb.ListWorkersRequest, context: grpc.aio.ServicerContext
+    ) -> pb.ListWorkersResponse:  # noqa: N802
+        try:
+            self._admit(context)
+            return pb.ListWorkersResponse(workers=self._workers())
+        except Exception as error:  # the edge of the process: every error leaves it as a status
+            await _abort(context, error)
+            raise
+
+    def _workers(self) -> list[pb.Worker]:
+        now_s = asyncio.get_running_loop().time()
+        return [worker_message(one, self._console.kv(one.worker), now_s) for one in self._console.fleet.roster]
+
+    def _admit(self, context: grpc.aio.ServicerContext) -> None:
+        metadata = dict(context.invocation_metadata() or ())
+        self._console.admit(host=_host(context.peer()), authorization=str(metadata.get("authorization", "")))
+
+
+class GatewayGrpc:
+    """Serves one console; an async context manager. Raises `PortInUse` at start. `port` 0 takes a free one."""
+
+    def __init__(self, console: Console, *, host: str, port: int) -> None:
+        self._console = console
+        self._host = host
+        self.port = port
+
+    async def __aenter__(self) -> Self:
+        # Without this two gateways would share a port and each answer half of the calls.
+        self._server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
+        pb_grpc.add_GatewayServicer_to_server(_Gateway(self._console), self._server)  # type: ignore[no-untyped-call]
+        self._health = health_aio.HealthServicer()
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        names = (_SERVICE, health_pb2.DESCRIPTOR.services_by_name["Health"].full_name, reflection.SERVICE_NAME)
+        reflection.enable_server_reflection(names, self._server)
+        host = f"[{self._host}]" if ":" in self._host else self._host
+        try:
+            self.port = self._server.add_insecure_port(f"{host}:{self.port}")
+        except RuntimeError:
+            await self._server.stop(0)
+            raise PortInUse(self.port, "--grpc-port") from None
+        await self._server.start()
+        for name in ("", _SERVICE):
+            await self._health.set(name, health_pb2.HealthCheckResponse.SERVING)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._health.enter_graceful_shutdown()
+        await self._server.stop(_GRACE_S)
+
+
+async def _abort(context: grpc.aio.ServicerContext, error: Exception) -> None:
+    if isinstance(error, grpc.aio.AbortError):
+        return
+    if not isinstance(error, KvherdError):
+        log.error("a call failed unforeseen", exc_info=error)
+    await context.abort(grpc.StatusCode[status_of(error).grpc], public_message(error))
+
+
+def _host(peer: str) -> str:
+    """The address of a peer such as `ipv4:127.0.0.1:1234` or `ipv6:%5B::1%5D:1234`."""
+    _, _, rest = peer.partition(":")
+    return rest.rpartition(":")[0].replace("%5B", "").replace("%5D", "").strip("[]")

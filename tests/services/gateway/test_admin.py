@@ -1,0 +1,234 @@
+"""The gateway's HTTP beside the data path."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import httpx
+import pytest
+
+from kvherd.core.errors import WorkerUnreachable
+from kvherd.core.ids import Epoch, WorkerId
+from kvherd.ports.completions import Tokenizer
+from kvherd.ports.kv_feed import KvFeed
+from kvherd.ports.worker import WorkerFacts, WorkerKind, WorkerLoad
+from kvherd.services.gateway.admin import build_app
+from kvherd.services.gateway.console import Console
+from kvherd.services.gateway.fleet import Fleet, WorkerSpec
+from kvherd.services.gateway.metrics import GatewayMetrics
+from kvherd.testing.tokenizer import ByteTokenizer
+from kvherd.testing.workers import HOURS, FakeWorker, cannot_flush, refusing_ranks
+from kvherd.wire.fleet_json import KvView
+
+ANN, BOB = WorkerId("grpc://ann:1"), WorkerId("http://bob:1")
+FACTS = WorkerFacts(WorkerKind.SGLANG_GRPC, ("m",), block_size=16, max_context_tokens=2048)
+
+
+class NoFollowing:
+    def add(self, worker: WorkerId, feed: KvFeed, *, model: str) -> None:
+        pass
+
+    def remove(self, worker: WorkerId) -> None:
+        pass
+
+
+@asynccontextmanager
+async def gateway(
+    *workers: FakeWorker, admin_key: str | None = None, peer: str = "127.0.0.1"
+) -> AsyncIterator[httpx.AsyncClient]:
+    known = {worker.id: worker for worker in workers}
+
+    async def tokenizer(_: str) -> Tokenizer:
+        return ByteTokenizer()
+
+    fleet = Fleet(
+        worker_factory=lambda url: known.get(WorkerId(url)) or FakeWorker(WorkerId(url)),
+        feed_factory=lambda _: None,  # type: ignore[arg-type,return-value]
+        tokenizer_factory=tokenizer,
+        following=NoFollowing(),
+    )
+    metrics = GatewayMetrics()
+    console = Console(
+        fleet=fleet,
+        kv=lambda _: KvView("live", 7, Epoch("e" * 32)),
+        flushed=lambda _: None,
+        metrics=metrics,
+        admin_key=admin_key,
+    )
+    metrics.watch(fleet.roster, console.kv, asyncio.get_running_loop().time)
+    transport = httpx.ASGITransport(build_app(console, policy="kv"), client=(peer, 1234))
+    async with fleet, httpx.AsyncClient(transport=transport, base_url="http://gateway") as client:
+        for worker in workers:
+            fleet.add(WorkerSpec(worker.id))
+        await asyncio.sleep(0.1)
+        yield client
+
+
+def fake(worker: WorkerId, **acts: object) -> FakeWorker:
+    return FakeWorker(worker, facts=FACTS, **acts)  # type: ignore[arg-type]
+
+
+async def test_workers_are_listed_with_all_that_is_known_of_them() -> None:
+    async with gateway(fake(ANN, loaded=WorkerLoad(running=2, waiting=1))) as client:
+        (one,) = (await client.get("/workers")).json()["workers"]
+    assert (one["id"], one["url"], one["kind"], one["models"]) == ("grpc-ann-1", ANN, "sglang-grpc", ["m"])
+    assert (one["state"], one["running"], one["waiting"], one["outstanding"]) == ("up", 2, 1, 0)
+    assert one["kv"] == {"state": "live", "blocks": 7, "epoch": "e" * 32, "reason": ""}
+    assert (one["breaker"], one["truth"]["available"]) == ("closed", False)
+
+
+async def test_a_worker_is_added_looked_at_and_removed_at_run_time() -> None:
+    async with gateway() as client:
+        added = await client.post("/workers", json={"url": "http://bob:1/", "events": "grpc://bob:2"})
+        again = await client.post("/workers", json={"url": "http://bob:1"})
+        assert (added.status_code, again.status_code) == (201, 200)
+        assert (added.json()["url"], added.json()["events_url"]) == (BOB, "grpc://bob:2")
+        assert (await client.get("/workers/http-bob-1")).json()["url"] == BOB
+        assert (await client.get("/workers/http%3A%2F%2Fbob%3A1")).json()["url"] == BOB
+        removed = await client.delete("/workers/http-bob-1")
+        assert removed.json() == {"id": "http-bob-1", "url": BOB, "drained": True}
+        assert (await client.get("/workers")).json() == {"workers": []}
+
+
+@pytest.mark.parametrize(
+    ("body", "sentence"),
+    [
+        ({"url": "bob"}, "url: 'bob' is not of the form grpc|http|https://HOST:PORT"),
+        ({"url": "grpc://bob"}, "url: 'grpc://bob' names no port"),
+        ({"url": "ftp://bob:1"}, "url: 'ftp://bob:1' is not of the form grpc|http|https://HOST:PORT"),
+        ({"url": "http://169.254.1.1:80"}, "url: 169.254.1.1 is a link-local address, which no worker may have"),
+        ({"url": "http://bob:99999"}, "url: 'http://bob:99999' is not of the form grpc|http|https://HOST:PORT"),
+        ({"url": 5}, "url: must be a text such as grpc://HOST:PORT or http://HOST:PORT"),
+        ({"url": "http://b:1", "events": "http://b:2"}, "events: 'http://b:2' is not of the form grpc://HOST:PORT"),
+        ({"url": "http://b:1", "evnts": ""}, "evnts: is unknown here; a worker has a url and perhaps events"),
+        ([], "body: must be a JSON object, not a list"),
+    ],
+)
+async def test_a_worker_that_cannot_be_is_refused_in_a_sentence(body: object, sentence: str) -> None:
+    async with gateway() as client:
+        answer = await client.post("/workers", json=body)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["message"] == sentence
+
+
+async def test_an_unknown_worker_is_not_found() -> None:
+    async with gateway() as client:
+        for method in ("GET", "DELETE"):
+            answer = await client.request(method, "/workers/nobody")
+            assert answer.status_code == 404
+            assert "no worker 'nobody' is registered here" in answer.json()["error"]["message"]
+
+
+async def test_a_flush_reports_on_every_worker() -> None:
+    stuck = fake(BOB, takes_s=9 * HOURS)
+    async with gateway(fake(ANN), stuck) as client:
+        answer = await client.post("/flush_cache?timeout=30")
+    assert answer.status_code == 207
+    report = answer.json()
+    entries = report.pop("workers")
+    assert report == {
+        "success": False,
+        "message": "1 of 2 workers flushed; timed_out: http://bob:1",
+        "workers_flushed": 1,
+        "total_workers": 2,
+        "total_http_workers": 1,
+        "total_grpc_workers": 1,
+    }
+    assert [(one["url"], one["kind"], one["outcome"]) for one in entries] == [
+        (ANN, "sglang-grpc", "done"),
+        (BOB, "sglang-grpc", "timed_out"),
+    ]
+    assert entries[1]["seconds"] == pytest.approx(35.0)
+
+
+async def test_the_ranks_of_a_refusal_are_told_apart() -> None:
+    async with gateway(fake(ANN, answer=refusing_ranks("", "busy"))) as client:
+        answer = await client.post("/flush_cache")
+    assert answer.status_code == 502
+    assert answer.json()["workers"][0]["ranks"] == [
+        {"rank": 0, "outcome": "done", "message": ""},
+        {"rank": 1, "outcome": "refused", "message": "busy"},
+    ]
+
+
+async def test_a_fleet_that_cannot_flush_says_so() -> None:
+    async with gateway(fake(ANN, fails=None)) as client:
+        assert (await client.post("/flush_cache")).status_code == 200
+    broken = fake(ANN)
+    async with gateway(broken) as client:
+        broken.fails = cannot_flush(ANN)
+        answer = await client.post("/flush_cache")
+    assert (answer.status_code, answer.json()["workers"][0]["outcome"]) == (502, "unsupported")
+
+
+async def test_a_flush_without_workers_is_unavailable() -> None:
+    async with gateway() as client:
+        answer = await client.post("/flush_cache")
+    assert (answer.status_code, answer.json()["success"], answer.headers["retry-after"]) == (503, False, "5")
+
+
+@pytest.mark.parametrize("text", ["-1", "nan", "inf", "soon", "3601", ""])
+async def test_a_timeout_that_is_none_is_refused(text: str) -> None:
+    async with gateway(fake(ANN)) as client:
+        answer = await client.post(f"/flush_cache?timeout={text}")
+    assert answer.status_code == 400
+    assert answer.json()["error"]["message"].startswith("timeout: must be a number of seconds")
+
+
+async def test_ready_means_every_model_has_a_worker() -> None:
+    ann = fake(ANN)
+    async with gateway(ann) as client:
+        assert (await client.get("/ready")).status_code == 200
+        ann.fails = WorkerUnreachable(ANN)
+        await asyncio.sleep(10.0)
+        answer = await client.get("/ready")
+        assert (answer.status_code, answer.json()["problems"]) == (503, ["no worker takes requests for m now"])
+        assert (await client.get("/health")).status_code == 200
+    async with gateway() as client:
+        assert (await client.get("/ready")).json()["problems"] == ["no worker is registered"]
+    async with gateway(fake(ANN, fails=WorkerUnreachable(ANN, "connection refused"))) as client:
+        (problem,) = (await client.get("/ready")).json()["problems"]
+        assert problem == f"{ANN} is not connected: {ANN} cannot be reached: connection refused"
+
+
+async def test_programs_of_this_field_find_what_they_ask_for() -> None:
+    async with gateway(fake(ANN)) as client:
+        models = (await client.get("/v1/models")).json()
+        assert (models["data"][0]["id"], models["data"][0]["max_model_len"]) == ("m", 2048)
+        assert (await client.get("/get_model_info")).json()["model_path"] == "m"
+        assert (await client.get("/server_info")).json() == (await client.get("/get_server_info")).json()
+        assert (await client.get("/get_loads")).json()["loads"][0]["url"] == ANN
+        metrics = await client.get("/metrics")
+        assert f'kvherd_worker_state{{state="up",worker="{ANN}"}} 1.0' in metrics.text
+        assert f'kvherd_worker_kv_blocks{{worker="{ANN}"}} 7.0' in metrics.text
+
+
+async def test_without_a_key_only_this_machine_may_order() -> None:
+    async with gateway(fake(ANN), peer="10.0.0.9") as client:
+        for method, path in (("POST", "/flush_cache"), ("GET", "/workers"), ("DELETE", "/workers/x")):
+            answer = await client.request(method, path)
+            assert answer.status_code == 403
+            assert "only callers on this machine" in answer.json()["error"]["message"]
+        assert (await client.get("/v1/models")).status_code == 200
+
+
+async def test_a_key_opens_to_whoever_has_it_and_closes_to_this_machine() -> None:
+    async with gateway(fake(ANN), peer="10.0.0.9", admin_key="secret") as client:
+        good = await client.get("/workers", headers={"authorization": "Bearer secret"})
+        wrong = await client.get("/workers", headers={"authorization": "Bearer wrong"})
+    assert (good.status_code, wrong.status_code) == (200, 403)
+    async with gateway(fake(ANN), admin_key="secret") as client:
+        assert (await client.get("/workers")).status_code == 403
+
+
+@pytest.mark.parametrize("peer", ["::1", "::ffff:127.0.0.1", "127.8.8.8"])
+async def test_this_machine_has_several_addresses(peer: str) -> None:
+    async with gateway(peer=peer) as client:
+        assert (await client.get("/workers")).status_code == 200
+
+
+async def test_what_is_not_here_is_said_in_json() -> None:
+    async with gateway() as client:
+        missing, wrong = await client.get("/nothing"), await client.get("/flush_cache")
+    assert (missing.status_code, missing.json()["error"]["message"]) == (404, "GET /nothing is not served here")
+    assert (wrong.status_code, wrong.json()["error"]["message"]) == (405, "GET /flush_cache is not served here")
