@@ -87,7 +87,7 @@ def test_equal_prompts_that_come_together_are_computed_once() -> None:
 
 def test_a_sequence_that_runs_already_skips_what_another_computes_meanwhile() -> None:
     """1. A long prompt leaves 2 tokens of each step, too few for a block: both others are admitted, none computes.
-    2. When it is done ann computes her prompt; bob, who needs the same blocks, waits. 3. He takes them from the cache."""
+    2. When it is done ann computes her prompt; bob, who needs the same blocks, waits. 3. He takes them from there."""
     stage = Stage(limits(pool_blocks=40, chunk_tokens=22))
     stage.submit(request("long", [1] * 40, 1))
     stage.submit(request("ann", [2] * 12, 1))
