@@ -289,7 +289,9 @@ async def test_a_header_cannot_forge_another() -> None:
         responder.start(200, [(b"x-a", b"1\r\nx-b: 2")])
 
     async with RelayServer(forge, app) as relay, RawClient(relay.port) as client:
-        assert (await client.ask(post())).status == 500
+        for _ in range(2):
+            answer = await client.ask(post())
+            assert (answer.status, code(answer)) == (500, "internal")
 
 
 async def test_headers_of_the_connection_are_the_relays_own() -> None:

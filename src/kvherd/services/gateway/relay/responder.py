@@ -140,6 +140,8 @@ class ConnectionResponder:
         self.end()
 
     def _head(self, status: int, headers: Sequence[tuple[bytes, bytes]]) -> bytes:
+        self._chunked = self._sse = False  # an earlier try may have failed
+        self._left = _WITHOUT_LENGTH
         request, _, http10 = self._incoming
         parts = [_STATUS_LINES.get(status) or b"HTTP/1.1 %d \r\n" % status]
         has_id = False
