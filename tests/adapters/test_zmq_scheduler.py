@@ -281,3 +281,26 @@ async def test_whoever_refuses_new_requests_lets_the_others_go_on() -> None:
             await anext(deltas_of(scheduler, asked("b")))
         await rank.progress(request, 5, said=1, finish=Finish(FinishReason.LENGTH))
         assert (await first).token_ids == (5,)
+
+
+async def test_a_drain_waits_for_what_is_in_flight_and_no_longer() -> None:
+    async with herd() as (scheduler, [rank], _), aclosing(deltas_of(scheduler, asked())) as deltas:
+        first = asyncio.ensure_future(anext(deltas))
+        request = await rank.submitted()
+        drain = asyncio.ensure_future(scheduler.drain(within_s=5))
+        await rank.progress(request, 5, said=1, finish=Finish(FinishReason.LENGTH))
+        assert (await first).token_ids == (5,)
+        assert not drain.done()
+        await deltas.aclose()
+        async with asyncio.timeout(1):
+            await drain
+
+
+async def test_a_drain_ends_what_is_still_in_flight_when_its_time_is_over() -> None:
+    async with herd() as (scheduler, [rank], failures), aclosing(deltas_of(scheduler, asked())) as deltas:
+        first = asyncio.ensure_future(anext(deltas))
+        await rank.submitted()
+        await scheduler.drain(within_s=0.05)
+        with pytest.raises(EngineStopping):
+            await first
+        assert failures == []

@@ -140,6 +140,8 @@ class ZmqScheduler:
                 stream.woken.clear()
                 delta = stream.inbox.take()
                 if delta is not None:
+                    if delta.finish is not None:
+                        self._free(request.request, stream)
                     yield delta  # more may come in while the reader has this one, its end too
                     if delta.finish is not None:
                         return
@@ -214,17 +216,22 @@ class ZmqScheduler:
         stream = _Stream(rank, wire_name, Inbox(prompt_tokens), prompt_tokens)
         self._send(rank, ipc.Submit(replace(request, request=wire_name)))
         self._streams[request.request] = self._by_wire_name[wire_name] = stream
+        self._deserted.clear()
         return stream
 
     def _release(self, request: RequestId, stream: _Stream) -> None:
-        """The stream ended, by itself or because its reader left; its id is free again."""
-        if self._streams.get(request) is stream:
-            del self._streams[request]
-            if not self._streams:
-                self._deserted.set()
+        """The stream ended, by itself or because its reader left."""
+        self._free(request, stream)
         self._by_wire_name.pop(stream.wire_name, None)
+        if not self._by_wire_name:
+            self._deserted.set()
         if not stream.inbox.finished and stream.error is None:
             self._abort_in_rank(stream, "the reader left")
+
+    def _free(self, request: RequestId, stream: _Stream) -> None:
+        """The id may be used again: before its reader has the end, for he may do so at once."""
+        if self._streams.get(request) is stream:
+            del self._streams[request]
 
     def _abort_in_rank(self, stream: _Stream, reason: str) -> None:
         with contextlib.suppress(QueueFull):  # a rank that takes no frame at all is dead or will be declared so

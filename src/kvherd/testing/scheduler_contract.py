@@ -88,6 +88,13 @@ class SchedulerContract:
         assert again[-1].finish.reason is FinishReason.LENGTH
         assert again[-1].completion_tokens == 3
 
+    async def test_an_id_may_be_used_again_by_whoever_holds_the_last_news_of_it(self) -> None:
+        async with self.opened() as scheduler, aclosing(deltas_of(scheduler, asked("a", tokens=2))) as first:
+            async for delta in first:
+                if delta.finish is not None:
+                    again = await read_all(scheduler, asked("a", tokens=3))
+        assert again[-1].completion_tokens == 3
+
     async def test_a_reader_that_leaves_ends_the_request_in_the_scheduler(self) -> None:
         async with self.opened() as scheduler:
             async with aclosing(deltas_of(scheduler, asked("a", tokens=LONG))) as first:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from google.protobuf.json_format import MessageToDict  # type: ignore[import-untyped]
+from google.protobuf.json_format import MessageToDict
 from smg_grpc_proto.generated import sglang_scheduler_pb2 as pb
 
 from kvherd.core.engine.generation import Finish, GenerationRequest, Limits, Sampling, TokenLogprob

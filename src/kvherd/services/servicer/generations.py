@@ -9,10 +9,12 @@ from typing import cast
 
 from kvherd.core.engine.admission import check_request
 from kvherd.core.engine.generation import FinishReason, GenerationRequest, TokenDelta
+from kvherd.core.errors import RequestDuplicate
+from kvherd.core.ids import RequestId
 from kvherd.core.text.choice import Choice
 from kvherd.ports.completions import Tokenizer
 from kvherd.ports.scheduler import Scheduler
-from kvherd.services.servicer.metrics import EngineMetrics
+from kvherd.services.servicer.metrics import EngineMetrics, Outcome
 
 QUEUED_DELTAS = 64
 
@@ -34,21 +36,25 @@ class Generations:
         self._scheduler = scheduler
         self._tokenizer = tokenizer
         self._metrics = metrics
+        self._calls: dict[RequestId, tuple[RequestId, ...]] = {}
 
     async def generate(self, request: GenerationRequest) -> Deltas:
         """As the scheduler's, but nothing wrong reaches it: raises `CallerError` first. Stop strings are ignored."""
         check_request(request, self._scheduler.ranks)
         began_s = time.perf_counter()
         first = True
-        async with aclosing(cast(Deltas, self._scheduler.generate(request))) as deltas:
-            async for delta in deltas:
-                if first and delta.token_ids:
-                    first = False
-                    self._metrics.first_token(time.perf_counter() - began_s)
-                if delta.finish is not None:
-                    aborted = delta.finish.reason is FinishReason.ABORT
-                    self._metrics.finished(time.perf_counter() - began_s, aborted=aborted)
-                yield delta
+        outcome = Outcome.LEFT
+        try:
+            async with aclosing(cast(Deltas, self._scheduler.generate(request))) as deltas:
+                async for delta in deltas:
+                    if first and delta.token_ids:
+                        first = False
+                        self._metrics.first_token(time.perf_counter() - began_s)
+                    if delta.finish is not None:
+                        outcome = Outcome.ABORTED if delta.finish.reason is FinishReason.ABORT else Outcome.FINISHED
+                    yield delta
+        finally:
+            self._metrics.ended(time.perf_counter() - began_s, outcome)
 
     async def until_stop(self, request: GenerationRequest) -> Deltas:
         """As `generate`; a stop string ends it with the token that completes the string, and aborts the rest."""
@@ -75,16 +81,43 @@ class Generations:
                 )
                 return
 
-    async def choices(self, requests: Sequence[GenerationRequest]) -> AsyncGenerator[ChoiceDelta, None]:
-        """The news of all, each in order, until every one has finished. The first error ends all and is raised.
+    async def abort(self, call: RequestId, reason: str) -> bool:
+        """End every choice of a call; False if none of it is alive."""
+        choices = self._calls.get(call, (call,))
+        return any([await self._scheduler.abort(choice, reason=reason) for choice in choices])
 
-        Closing it aborts all.
+    async def choices(
+        self, call: RequestId, requests: Sequence[GenerationRequest]
+    ) -> AsyncGenerator[ChoiceDelta, None]:
+        """The news of all choices of `call`, each in order, until every one has finished.
+
+        The first error ends all and is raised; closing it aborts all. Raises `RequestDuplicate` if such a call is
+        alive; it is no longer when its last news is told.
         """
-        if len(requests) == 1:
-            async with aclosing(self.until_stop(requests[0])) as deltas:
-                async for delta in deltas:
-                    yield ChoiceDelta(0, delta)
-            return
+        if call in self._calls:
+            raise RequestDuplicate(call)
+        self._calls[call] = choices = tuple(request.request for request in requests)
+        unfinished = len(choices)
+        try:
+            async with aclosing(self._one(requests[0]) if unfinished == 1 else self._several(requests)) as news:
+                async for each in news:
+                    unfinished -= each.delta.finish is not None
+                    if not unfinished:
+                        self._forget(call, choices)
+                    yield each
+        finally:
+            self._forget(call, choices)
+
+    def _forget(self, call: RequestId, choices: tuple[RequestId, ...]) -> None:
+        if self._calls.get(call) is choices:  # not its successor's
+            del self._calls[call]
+
+    async def _one(self, request: GenerationRequest) -> AsyncGenerator[ChoiceDelta, None]:
+        async with aclosing(self.until_stop(request)) as deltas:
+            async for delta in deltas:
+                yield ChoiceDelta(0, delta)
+
+    async def _several(self, requests: Sequence[GenerationRequest]) -> AsyncGenerator[ChoiceDelta, None]:
         queue: asyncio.Queue[ChoiceDelta | Exception] = asyncio.Queue(QUEUED_DELTAS)
         failure: Exception | None = None
         async with asyncio.TaskGroup() as group:

@@ -7,7 +7,7 @@ from contextlib import aclosing
 from datetime import UTC, datetime
 
 import grpc
-from google.protobuf import json_format, struct_pb2  # type: ignore[import-untyped]
+from google.protobuf import json_format, struct_pb2
 from smg_grpc_proto.generated import common_pb2, sglang_scheduler_pb2_grpc
 from smg_grpc_proto.generated import sglang_scheduler_pb2 as pb
 
@@ -57,7 +57,7 @@ class SglangService(sglang_scheduler_pb2_grpc.SglangSchedulerServicer):  # type:
         interval = max(1, request.sampling_params.stream_interval) if request.stream else None
         name = RequestId(request.request_id)
         answers = [ChoiceAnswer(name, index, interval=interval) for index in range(len(requests))]
-        async with aclosing(self._generations.choices(requests)) as news:
+        async with aclosing(self._generations.choices(name, requests)) as news:
             async for choice in news:
                 for message in answers[choice.index].feed(choice.delta):
                     await context.write(message)
@@ -65,7 +65,7 @@ class SglangService(sglang_scheduler_pb2_grpc.SglangSchedulerServicer):  # type:
     @rpc
     async def Abort(self, request: pb.AbortRequest, context: Context) -> pb.AbortResponse:  # noqa: N802
         reason = request.reason or "aborted by the client"
-        found = await self._scheduler.abort(RequestId(request.request_id), reason=reason)
+        found = await self._generations.abort(RequestId(request.request_id), reason)
         message = "aborted" if found else f"no request {request.request_id!r} is alive here"
         return pb.AbortResponse(success=found, message=message)
 

@@ -5,6 +5,7 @@ Gauges and totals are read from the ranks' own reports when somebody asks; only 
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -15,6 +16,14 @@ from kvherd.core.engine.reports import RankLoad
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 _BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+
+
+class Outcome(StrEnum):
+    """How a generation ended. Whoever reads it leaves at a stop string, or because the client did."""
+
+    FINISHED = "finished"
+    ABORTED = "aborted"
+    LEFT = "left"
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,9 +118,9 @@ class EngineMetrics:
     def first_token(self, after_s: float) -> None:
         self._ttft.observe(after_s)
 
-    def finished(self, after_s: float, *, aborted: bool) -> None:
+    def ended(self, after_s: float, outcome: Outcome) -> None:
         self._whole.observe(after_s)
-        self._ended.labels(self._model, "aborted" if aborted else "finished").inc()
+        self._ended.labels(self._model, outcome).inc()
 
     def text(self) -> bytes:
         """All of it in Prometheus' text format."""
