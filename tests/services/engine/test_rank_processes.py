@@ -5,7 +5,9 @@ import os
 import signal
 import socket
 import stat
+import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -80,16 +82,16 @@ async def test_a_rank_that_is_stopped_is_killed_when_its_time_is_over() -> None:
 
 @pytest.mark.engine
 async def test_a_second_rank_that_cannot_be_started_takes_the_first_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    started: list[asyncio.subprocess.Process] = []
-    start = asyncio.create_subprocess_exec
+    started: list[subprocess.Popen[bytes]] = []
 
-    async def start_one_only(*command: str, **options: object) -> asyncio.subprocess.Process:
-        if started:
-            raise OSError(11, "Resource temporarily unavailable")
-        started.append(await start(*command, **options))  # type: ignore[arg-type]
-        return started[0]
+    class OnlyOnce(subprocess.Popen[bytes]):
+        def __init__(self, *command: Any, **options: Any) -> None:
+            if started:
+                raise OSError(11, "Resource temporarily unavailable")
+            super().__init__(*command, **options)
+            started.append(self)
 
-    monkeypatch.setattr(asyncio, "create_subprocess_exec", start_one_only)
+    monkeypatch.setattr(subprocess, "Popen", OnlyOnce)
     with ipc_directory() as directory:
         configs = rank_configs("tiny", ranks=2, port=0, ipc_dir=directory)
         with pytest.raises(StartFailed, match="rank 1 did not start: Resource temporarily unavailable"):

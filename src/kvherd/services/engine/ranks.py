@@ -11,6 +11,7 @@ import asyncio
 import logging
 import os
 import signal
+import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -36,8 +37,9 @@ class RankProcesses:
         self._configs = configs
         self._on_exit = on_exit
         self._stops_within_s = stops_within_s
-        self._processes: dict[Rank, asyncio.subprocess.Process] = {}
-        self._watchers = asyncio.TaskGroup()
+        self._processes: dict[Rank, subprocess.Popen[bytes]] = {}
+        self._group = asyncio.TaskGroup()
+        self._watchers: list[asyncio.Task[None]] = []
         self._stopping = False
 
     @property
@@ -47,10 +49,13 @@ class RankProcesses:
     async def __aenter__(self) -> Self:
         for config in self._configs:
             _require_free_ports(config)
-        await self._watchers.__aenter__()
+        await self._group.__aenter__()
         try:
             for config in self._configs:
-                await self._start(config)
+                rank = Rank(config.rank)
+                self._processes[rank] = process = _spawn(config)
+                watcher = self._watch(rank, process)
+                self._watchers.append(self._group.create_task(watcher, name=f"rank {rank}"))
         except BaseException:
             await self._stop()
             raise
@@ -61,33 +66,18 @@ class RankProcesses:
     ) -> None:
         await self._stop()
 
-    async def _start(self, config: RankConfig) -> None:
-        command = [sys.executable, "-m", "kvherd.runtime.process", f"rank={config.rank}"]
-        threads = str(config.threads)
-        environment = os.environ | {"OPENBLAS_NUM_THREADS": threads, "OMP_NUM_THREADS": threads}
-        pipe = asyncio.subprocess.PIPE
-        try:
-            with _sigint_inherited_blocked():
-                process = await asyncio.create_subprocess_exec(*command, stdin=pipe, stderr=pipe, env=environment)
-        except OSError as error:
-            raise StartFailed(f"rank {config.rank}", error.strerror or str(error)) from error
-        rank = Rank(config.rank)
-        self._processes[rank] = process
-        self._watchers.create_task(self._watch(rank, process), name=f"rank {rank}")
-        assert process.stdin is not None
-        process.stdin.write(encode_rank_config(config))
-        with suppress(ConnectionError):  # it is gone already: its watcher says why
-            await process.stdin.drain()
-
-    async def _watch(self, rank: Rank, process: asyncio.subprocess.Process) -> None:
+    async def _watch(self, rank: Rank, process: subprocess.Popen[bytes]) -> None:
         """Pass its log on; when it ends unasked, say so."""
-        assert process.stderr is not None
         words = LastWords()
-        while chunk := await process.stderr.read(65_536):
+        log_lines = asyncio.StreamReader()
+        loop = asyncio.get_running_loop()
+        pipe, _ = await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(log_lines), process.stderr)
+        while chunk := await log_lines.read(65_536):
             for level, text in words.hear(chunk):
                 if not self._stopping:
                     log.log(level, "rank %d: %s", rank, text)
-        status = await process.wait()
+        pipe.close()
+        status = await asyncio.to_thread(process.wait)  # its pipe is closed: this takes no time
         if not self._stopping:
             self._on_exit(rank, _reason(status, words.last))
 
@@ -95,22 +85,40 @@ class RankProcesses:
         self._stopping = True
         try:
             self._signal_all(signal.SIGTERM)
-            with suppress(TimeoutError):
-                async with asyncio.timeout(self._stops_within_s):
-                    for process in self._processes.values():
-                        await process.wait()
+            if self._watchers:
+                await asyncio.wait(self._watchers, timeout=self._stops_within_s)
         finally:  # also when cancelled: the signal itself needs no await
             self._signal_all(signal.SIGKILL)
             for process in self._processes.values():
                 if process.stdin is not None:
                     process.stdin.close()
-            await self._watchers.__aexit__(None, None, None)
+            await self._group.__aexit__(None, None, None)
 
     def _signal_all(self, number: signal.Signals) -> None:
         for process in self._processes.values():
-            if process.returncode is None:
-                with suppress(ProcessLookupError):
-                    process.send_signal(number)
+            process.send_signal(number)  # does nothing to one that has ended
+
+
+def _spawn(config: RankConfig) -> subprocess.Popen[bytes]:
+    """Start one rank and give it its configuration. Raises `StartFailed`.
+
+    Not the event loop's own way to start processes: uvloop resets signals in between, and a Ctrl-C that comes while
+    a rank starts would kill it before its own code could ignore it.
+    """
+    command = [sys.executable, "-m", "kvherd.runtime.process", f"rank={config.rank}"]
+    threads = str(config.threads)
+    environment = os.environ | {"OPENBLAS_NUM_THREADS": threads, "OMP_NUM_THREADS": threads}
+    try:
+        with _sigint_blocked():
+            process = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stderr=subprocess.PIPE, bufsize=0, env=environment
+            )
+    except OSError as error:
+        raise StartFailed(f"rank {config.rank}", error.strerror or str(error)) from error
+    assert process.stdin is not None
+    with suppress(BrokenPipeError):  # it is gone already: its watcher says why
+        process.stdin.write(encode_rank_config(config))
+    return process
 
 
 def _reason(status: int, last_words: str) -> str:
@@ -129,8 +137,8 @@ def _require_free_ports(config: RankConfig) -> None:
 
 
 @contextmanager
-def _sigint_inherited_blocked() -> Iterator[None]:
-    """A process started in here never sees Ctrl-C, not even before its own code runs; ours comes when this ends."""
+def _sigint_blocked() -> Iterator[None]:
+    """A process started in here never sees Ctrl-C; should one come to this one meanwhile, it comes when this ends."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
