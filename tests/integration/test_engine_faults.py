@@ -1,6 +1,7 @@
 """An engine that breaks says so at once, and leaves nothing behind."""
 
 import json
+import os
 import signal
 import socket
 import time
@@ -37,17 +38,32 @@ def test_a_scheduler_that_is_killed_ends_requests_health_and_engine_at_once(star
     engine.process.assert_nothing_left(ports=engine.ports)
 
 
-def test_an_engine_that_is_asked_to_stop_ends_with_0_and_leaves_nothing(start: Start) -> None:
+def test_an_engine_that_is_asked_to_stop_lets_answers_end_and_leaves_nothing(start: Start) -> None:
+    engine = begin_engine(start)
+    call = LONG | {"max_tokens": 100}
+    with httpx.stream("POST", f"{engine.url}/v1/completions", json=call, timeout=20) as answer:
+        arriving = events(answer)
+        next(arriving)
+        engine.process.signal(signal.SIGTERM)
+        *_, end, done = arriving
+    assert json.loads(end)["choices"][0]["finish_reason"] == "length"
+    assert done == "[DONE]"
+    assert engine.process.wait(within_s=15) == 0
+    engine.process.assert_nothing_left(ports=engine.ports)
+    assert "Traceback" not in engine.process.said
+
+
+def test_an_answer_that_outlasts_the_stopping_ends_with_an_error(start: Start) -> None:
     engine = begin_engine(start)
     with httpx.stream("POST", f"{engine.url}/v1/completions", json=LONG, timeout=20) as answer:
         arriving = events(answer)
         next(arriving)
+        os.kill(engine.process.member("kvherd.runtime.process"), signal.SIGSTOP)
         engine.process.signal(signal.SIGTERM)
-        *_, last = arriving
-    assert last == "[DONE]" or "error" in json.loads(last), "it was served to its end or told why not"
+        last = [event for event in arriving if event != "[DONE]"][-1]
+    assert json.loads(last)["error"]["message"] == "the engine is stopping"
     assert engine.process.wait(within_s=15) == 0
     engine.process.assert_nothing_left(ports=engine.ports)
-    assert "Traceback" not in engine.process.said
 
 
 def test_an_engine_whose_servicer_is_killed_leaves_no_scheduler(start: Start) -> None:
