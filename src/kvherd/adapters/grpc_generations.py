@@ -154,8 +154,9 @@ class GrpcGenerations:
                 await responder.drain()
         if watch.failure is None:
             return responder.end()
-        responder.fail(str(watch.failure))
-        raise WorkerFailed(self._worker, str(watch.failure)) from watch.failure
+        broken = WorkerFailed(self._worker, getattr(watch.failure, "reason", str(watch.failure)))
+        responder.fail(str(broken))
+        raise broken from watch.failure
 
 
 class _Watch:

@@ -75,6 +75,25 @@ def test_the_bytes_of_one_character_share_an_offset() -> None:
     assert [token.text_offset for token in choice.feed(news(b"\xa9b", logprobs=True)).tokens] == [1, 1, 2]
 
 
+@given(st.text(max_size=20))
+def test_each_byte_of_a_text_is_placed_at_its_character(text: str) -> None:
+    shown = Choice(decode, Limits(99)).feed(news(text, finish=LENGTH, logprobs=True)).tokens
+    assert [token.text_offset for token in shown] == [
+        place for place, character in enumerate(text) for _ in character.encode()
+    ]
+
+
+def test_bytes_that_are_no_text_have_places_of_their_own() -> None:
+    shown = Choice(decode, Limits(9)).feed(news(b"\xf4\xd3Cb\x93", finish=LENGTH, logprobs=True)).tokens
+    assert [token.text_offset for token in shown] == [0, 1, 2, 3, 4]
+
+
+def test_a_stop_string_after_bytes_that_are_no_text_has_no_logprobs() -> None:
+    choice = Choice(decode, Limits(9, stop=("END",)))
+    shown = choice.feed(news(b"\x93END", logprobs=True))
+    assert (shown.text, [token.text_offset for token in shown.tokens]) == ("\N{REPLACEMENT CHARACTER}", [0])
+
+
 @given(st.text(alphabet="abé", max_size=20), st.lists(st.text(alphabet="abé", min_size=1, max_size=3), max_size=2))
 def test_each_shown_token_has_its_logprob_once_and_in_order(text: str, stops: list[str]) -> None:
     choice = Choice(decode, Limits(99, stop=tuple(stops)))

@@ -57,9 +57,9 @@ def test_bytes_that_never_become_a_character_are_shown_at_the_end() -> None:
 def test_it_says_when_it_holds_a_part_of_a_character() -> None:
     detokenizer = IncrementalDetokenizer(decode)
     detokenizer.feed([0xE2])
-    assert detokenizer.holds
+    assert detokenizer.held == "\N{REPLACEMENT CHARACTER}"
     detokenizer.feed([0x82, 0xAC])
-    assert not detokenizer.holds
+    assert detokenizer.held == ""
 
 
 @pytest.mark.parametrize(

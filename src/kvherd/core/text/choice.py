@@ -71,12 +71,14 @@ class Choice:
         return TextDelta(text, self._complete_tokens(), self.finish, delta.token_ids[:taken])
 
     def _feed_token(self, token_id: int, logprob: TokenLogprob | None) -> str:
+        held = self._detokenizer.held
         text = self._detokenizer.feed([token_id])
         self._fed_tokens += 1
         if logprob is not None:
-            self._incomplete.append(_Placed(logprob, self._text_length, self._text_length))
+            begin = self._text_length + _begin(held, text + self._detokenizer.held)
+            self._incomplete.append(_Placed(logprob, begin, begin))
         self._text_length += len(text)
-        if not self._detokenizer.holds:
+        if not self._detokenizer.held:
             self._place()
         return self._match(text)
 
@@ -113,3 +115,11 @@ class Choice:
             if not stopped or placed.begin < shown:
                 tokens.append(ShownToken(placed.token, placed.begin))
         return tuple(tokens)
+
+
+def _begin(held: str, text: str) -> int:
+    """Where in `text` its latest token begins, if before that token it was `held`.
+
+    Bytes that are no text stay U+FFFD whatever follows; else the token went on with the last character held.
+    """
+    return len(held) if len(text) > len(held) and text.startswith(held) else max(0, len(held) - 1)

@@ -35,9 +35,9 @@ class IncrementalDetokenizer:
         self._shown = 0
 
     @property
-    def holds(self) -> bool:
-        """Whether a character may be incomplete, so that text of the tokens fed is still to come."""
-        return self._shown < len(self._text)
+    def held(self) -> str:
+        """What the end of the tokens fed would be as text, were nothing to follow: U+FFFD, or "" if it is complete."""
+        return self._text[self._shown :]
 
     def feed(self, token_ids: list[int]) -> str:
         """Take further tokens; return the text that is now certain."""
@@ -59,7 +59,7 @@ class IncrementalDetokenizer:
         return piece
 
     def _cut(self, piece: str) -> None:
-        if not self.holds:
+        if not self.held:
             # a context that shows nothing would be none: the next token would be spelt as a beginning
             if piece or len(self._window) > _WINDOW_TOKENS:
                 self._drop(self._context)
