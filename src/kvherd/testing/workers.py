@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from kvherd.core.errors import WorkerError, WorkerFailed, WorkerUnsupported
 from kvherd.core.ids import Rank, WorkerId
+from kvherd.ports.completions import Usage
 from kvherd.ports.worker import (
     Call,
     FlushAnswer,
@@ -78,6 +79,7 @@ class FakeWorker:
     chunks: tuple[bytes, ...] = (b'{"ok":', b"true}")
     status: int = 200
     answer_headers: tuple[tuple[bytes, bytes], ...] = ((b"content-type", b"application/json"),)
+    usage: Usage | None = None
     loaded: WorkerLoad = field(default_factory=lambda: WorkerLoad(running=0, waiting=0))
     flushes: int = 0
     opening_now: int = 0
@@ -103,12 +105,16 @@ class FakeWorker:
             self._check()
             extra = tuple((name.encode(), value.encode()) for name, value in call.extra_headers.items())
             responder.start(self.status, self.answer_headers + extra)
+            if call.on_first_token is not None and self.status == 200:
+                call.on_first_token()
             for chunk in self.chunks:
                 responder.write(chunk)
                 await responder.drain()
                 if self.breaks:
                     responder.fail(self.breaks)
                     raise WorkerFailed(self.id, self.breaks)
+            if call.on_usage is not None and self.usage is not None:
+                call.on_usage(self.usage)
             responder.end()
         except asyncio.CancelledError:
             self.cancelled += 1

@@ -91,7 +91,7 @@ def _truth(member: Member) -> Json:
     }
 
 
-def explanation_header(explanation: Explanation) -> bytes:
+def explanation_header(explanation: Explanation) -> str:
     """One line of ASCII JSON: the choice, the cheapest candidates with their costs, and who was ruled out."""
     cheapest = sorted(explanation.costed, key=lambda one: one.total_s)[:_MOST_EXPLAINED]
     value = {
@@ -109,7 +109,7 @@ def explanation_header(explanation: Explanation) -> bytes:
             {"worker": one.candidate.worker, "reason": one.reason} for one in explanation.ruled_out[:_MOST_EXPLAINED]
         ],
     }
-    return json.dumps(value, separators=(",", ":")).encode("ascii")
+    return json.dumps(value, separators=(",", ":"))
 
 
 def _candidate(candidate: Candidate) -> Json:

@@ -26,7 +26,7 @@ from kvherd.core.kv.hashing import PrefixHasher
 from kvherd.core.kv.index import Holder, PrefixIndex
 from kvherd.core.routing.candidate import KvKnowledge
 from kvherd.core.routing.policy import make_policy
-from kvherd.ports.completions import Tokenizer
+from kvherd.ports.completions import Tokenizer, Usage
 from kvherd.ports.kv_feed import KvFeed
 from kvherd.ports.worker import WorkerFacts, WorkerKind
 from kvherd.services.gateway.chat import DataPath, PathConfig
@@ -331,8 +331,8 @@ async def test_two_requests_of_one_id_reach_a_worker_under_two() -> None:
 
 
 async def test_the_log_has_the_figures_and_never_the_prompt(caplog: pytest.LogCaptureFixture) -> None:
-    usage = b'{"usage":{"prompt_tokens":11,"completion_tokens":2,"prompt_tokens_details":{"cached_tokens":8}}}'
-    async with herd(fake(ANN, chunks=(usage,))) as it:
+    usage = Usage(prompt_tokens=11, cached_tokens=8, completion_tokens=2)
+    async with herd(fake(ANN, usage=usage)) as it:
         it.store(ANN, "hello wo")
         with caplog.at_level(logging.INFO, "kvherd.access"):
             await it.ask("hello world")
@@ -351,6 +351,20 @@ async def test_a_stream_teaches_the_prefill_rate() -> None:
         member = it.fleet.roster.get(ANN)
         assert member is not None
         assert member.rate.tokens_per_s == pytest.approx(200.0)
+
+
+@pytest.mark.parametrize(
+    ("kind", "answers"),
+    [(WorkerKind.KVHERD_HTTP, "decided"), (WorkerKind.VLLM_HTTP, "unreported")],
+)
+async def test_a_zero_is_believed_only_of_engines_that_always_tell(kind: WorkerKind, answers: str) -> None:
+    usage = Usage(prompt_tokens=11, cached_tokens=0, completion_tokens=2)
+    worker = FakeWorker(ANN, facts=WorkerFacts(kind, ("m",), block_size=4), usage=usage)
+    async with herd(worker) as it:
+        await it.ask()
+        member = it.fleet.roster.get(ANN)
+        assert member is not None
+        assert getattr(member.truth, answers) == 1
 
 
 @pytest.mark.parametrize("policy", ["round_robin", "least_load", "power_of_two", "consistent_hash", "prefix_tree"])

@@ -32,12 +32,13 @@ from kvherd.core.fleet.roster import Member
 from kvherd.core.ids import RequestId, WorkerId
 from kvherd.core.routing.candidate import Ask
 from kvherd.core.routing.policy import Explanation, Policy
+from kvherd.ports.completions import Usage
 from kvherd.ports.worker import Call, Responder
 from kvherd.services.gateway.credit import Credit, Match
 from kvherd.services.gateway.fleet import Fleet
 from kvherd.services.gateway.metrics import GatewayMetrics
 from kvherd.services.gateway.prompts import EncodingCache, Prompt, read_prompt
-from kvherd.services.gateway.witness import SeenUsage, Witness
+from kvherd.services.gateway.witness import Witness
 from kvherd.wire.fleet_json import explanation_header
 from kvherd.wire.openai.routing import Peek, peek
 
@@ -94,6 +95,9 @@ class Turn:
     sent_at_s: float = 0.0
     uncached: int = 0
     ahead_tokens: float = 0.0
+    headers: dict[str, str] = field(default_factory=dict)
+    first_token_at_s: float | None = None
+    usage: Usage | None = None
     overlapped: bool = False
     outcome: str = "unserved"
 
@@ -148,7 +152,7 @@ class DataPath:
         else:
             prompt = Prompt(incoming.body)
         explain = any(name == b"x-kvherd-explain" and value == b"1" for name, value in incoming.headers)
-        witness = Witness(responder, clock=self._now_s)
+        witness = Witness(responder)
         return Turn(incoming, self._unique(incoming.request), asked, model, prompt, witness, began_s, explain)
 
     async def _serve(self, turn: Turn) -> None:
@@ -190,11 +194,11 @@ class DataPath:
         turn.member = member
         match = matches.get(member.worker, NO_MATCH)
         turn.predicted = match.tokens if turn.prompt.token_ids is not None else None
-        turn.witness.headers = [(b"x-kvherd-worker", member.worker.encode())]
+        turn.headers = {"x-kvherd-worker": member.worker}
         if turn.predicted is not None:
-            turn.witness.headers.append((b"x-kvherd-predicted-cached-tokens", b"%d" % turn.predicted))
+            turn.headers["x-kvherd-predicted-cached-tokens"] = str(turn.predicted)
         if turn.explain:
-            turn.witness.headers.append((b"x-kvherd-explain", explanation_header(explanation)))
+            turn.headers["x-kvherd-explain"] = explanation_header(explanation)
 
     async def _forward(self, turn: Turn, member: Member) -> None:
         """One try at one worker. Raises its `WorkerError`; the worker's health learns from it."""
@@ -208,8 +212,7 @@ class DataPath:
         try:
             async with asyncio.timeout(self._config.first_byte_s) as patience:
                 turn.witness.on_start = lambda: patience.reschedule(None)
-                turn.witness.on_first_byte = lambda: member.prefilled(turn.request, now_s=self._now_s())
-                await self._fleet.worker(member.worker).forward(self._call(turn), turn.witness)
+                await self._fleet.worker(member.worker).forward(self._call(turn, member), turn.witness)
         except TimeoutError:
             late = WorkerTimedOut(member.worker, self._config.first_byte_s)
             self._fleet.request_failed(member, late)
@@ -233,8 +236,16 @@ class DataPath:
         else:
             self._fleet.request_failed(member, error)
 
-    def _call(self, turn: Turn) -> Call:
+    def _call(self, turn: Turn, member: Member) -> Call:
         incoming = turn.incoming
+
+        def first_token() -> None:
+            turn.first_token_at_s = self._now_s()
+            member.prefilled(turn.request, now_s=turn.first_token_at_s)
+
+        def usage(told: Usage) -> None:
+            turn.usage = told
+
         return Call(
             method=incoming.method,
             path=incoming.target,
@@ -244,6 +255,9 @@ class DataPath:
             model=turn.model,
             stream=turn.asked.streams,
             prompt_token_ids=None if turn.prompt.several else turn.prompt.token_ids,
+            extra_headers=turn.headers,
+            on_first_token=first_token,
+            on_usage=usage,
         )
 
     def _admit_retry(self, turn: Turn, error: WorkerError) -> None:
@@ -285,44 +299,55 @@ class DataPath:
 
     def _close(self, turn: Turn) -> None:
         """Learn from what was seen, and write one line about it; never a prompt."""
-        usage = turn.witness.usage()
-        first_byte_at_s = turn.witness.first_byte_at_s
-        ttft_s = None if first_byte_at_s is None else first_byte_at_s - turn.began_s
+        ttft_s = None if turn.first_token_at_s is None else turn.first_token_at_s - turn.began_s
         if turn.member is not None and turn.outcome == "answered" and turn.witness.status == 200:
-            self._learn(turn, turn.member, usage)
+            self._learn(turn, turn.member)
         self._metrics.ended(turn.member.worker if turn.member else "", turn.model, turn.outcome, ttft_s)
-        access.info(
-            json.dumps(
-                {
-                    "request": turn.request,
-                    "path": turn.incoming.path,
-                    "model": turn.model,
-                    "worker": turn.member.worker if turn.member else None,
-                    "outcome": turn.outcome,
-                    "status": turn.witness.status or None,
-                    "tries": len(turn.tried) + (turn.outcome == "answered"),
-                    "prompt_tokens": usage.prompt_tokens,
-                    "completion_tokens": usage.completion_tokens,
-                    "predicted_cached_tokens": turn.predicted,
-                    "cached_tokens": usage.cached_tokens,
-                    "ttft_s": None if ttft_s is None else round(ttft_s, 6),
-                    "seconds": round(self._now_s() - turn.began_s, 6),
-                }
-            )
+        if access.isEnabledFor(logging.INFO):
+            access.info(self._line(turn, ttft_s))
+
+    def _line(self, turn: Turn, ttft_s: float | None) -> str:
+        return json.dumps(
+            {
+                "request": turn.request,
+                "path": turn.incoming.path,
+                "model": turn.model,
+                "worker": turn.member.worker if turn.member else None,
+                "outcome": turn.outcome,
+                "status": turn.witness.status or None,
+                "tries": len(turn.tried) + (turn.outcome == "answered"),
+                "prompt_tokens": turn.usage.prompt_tokens if turn.usage else None,
+                "completion_tokens": turn.usage.completion_tokens if turn.usage else None,
+                "predicted_cached_tokens": turn.predicted,
+                "cached_tokens": turn.usage.cached_tokens if turn.usage else None,
+                "ttft_s": None if ttft_s is None else round(ttft_s, 6),
+                "seconds": round(self._now_s() - turn.began_s, 6),
+            }
         )
 
-    def _learn(self, turn: Turn, member: Member, usage: SeenUsage) -> None:
-        """Prefill rate and truth. The prefill of an answer that does not stream ends unseen and teaches no rate."""
-        cached = usage.cached_tokens
+    def _learn(self, turn: Turn, member: Member) -> None:
+        """Truth and prefill rate from one complete answer."""
+        cached = _told_cached(turn.usage, member)
         if turn.predicted is not None:
             member.truth.answered(predicted=turn.predicted, reported=cached, overlapped=turn.overlapped)
             self._metrics.cached(member.worker, turn.predicted, cached)
-        first_byte_at_s = turn.witness.first_byte_at_s
-        if turn.asked.streams and first_byte_at_s is not None:
-            prompt_tokens = turn.prompt.tokens if usage.prompt_tokens is None else usage.prompt_tokens
+        # Over HTTP the first token of an answer that does not stream comes with the last.
+        seen = turn.asked.streams or member.worker.startswith("grpc://")
+        if seen and turn.first_token_at_s is not None:
+            prompt_tokens = turn.usage.prompt_tokens if turn.usage else turn.prompt.tokens
             known = turn.predicted if cached is None else cached
             computed = turn.ahead_tokens - turn.uncached + max(0, prompt_tokens - (known or 0))
-            member.rate.observe(int(computed), first_byte_at_s - turn.sent_at_s)
+            member.rate.observe(int(computed), turn.first_token_at_s - turn.sent_at_s)
 
     def _now_s(self) -> float:
         return asyncio.get_running_loop().time()
+
+
+def _told_cached(usage: Usage | None, member: Member) -> int | None:
+    """The cached tokens that an answer reported. Stock servers say 0 where they were not told to report them, so a 0
+    counts only from engines that always tell and from servers that were seen to.
+    """
+    if usage is None:
+        return None
+    tells = member.kind.startswith("kvherd") or member.kind.endswith("grpc") or member.truth.reported_tokens > 0
+    return usage.cached_tokens if tells or usage.cached_tokens else None

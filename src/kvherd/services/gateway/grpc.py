@@ -29,9 +29,9 @@ class _Gateway(pb_grpc.GatewayServicer):
     def __init__(self, console: Console) -> None:
         self._console = console
 
-    async def FlushCache(
+    async def FlushCache(  # noqa: N802 - the protocol names it
         self, request: pb.FlushCacheRequest, context: grpc.aio.ServicerContext
-    ) -> pb.FlushCacheResponse:  # noqa: N802
+    ) -> pb.FlushCacheResponse:
         try:
             self._admit(context)
             return flush_response(await self._console.flush(request.timeout_s))
@@ -39,9 +39,9 @@ class _Gateway(pb_grpc.GatewayServicer):
             await _abort(context, error)
             raise
 
-    async def ListWorkers(
+    async def ListWorkers(  # noqa: N802 - the protocol names it
         self, request: pb.ListWorkersRequest, context: grpc.aio.ServicerContext
-    ) -> pb.ListWorkersResponse:  # noqa: N802
+    ) -> pb.ListWorkersResponse:
         try:
             self._admit(context)
             return pb.ListWorkersResponse(workers=self._workers())
