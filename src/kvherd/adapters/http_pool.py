@@ -57,6 +57,7 @@ class UpstreamConnection(asyncio.Protocol):
         "_headers",
         "_in_body",
         "_interim",
+        "_loop",
         "_outcome",
         "_parser",
         "_paused",
@@ -75,6 +76,7 @@ class UpstreamConnection(asyncio.Protocol):
 
     def __init__(self, pool: "HttpPool") -> None:
         self._pool = pool
+        self._loop = pool.loop
         self._parser = httptools.HttpResponseParser(self)
         self._sink: Sink | None = None
         self._wake: asyncio.Future[None] | None = None
@@ -103,7 +105,13 @@ class UpstreamConnection(asyncio.Protocol):
         if sent is not None:
             sent()
         try:
-            await self._until_outcome(sink)
+            while self._outcome is False:
+                self._wake = self._loop.create_future()
+                await self._wake
+                if self._paused and self._outcome is False:
+                    await sink.settle()
+                    self._unsettled = 0
+                    self._resume()
         except BaseException:
             self.reusable = False
             self.transport.abort()
@@ -111,18 +119,14 @@ class UpstreamConnection(asyncio.Protocol):
         finally:
             self._sink = None
             self._used = True
+        if self._paused:
+            self._resume()
+        self._raise_if_broken()
 
-    async def _until_outcome(self, sink: Sink) -> None:
-        while self._outcome is False:
-            self._wake = self._pool.loop.create_future()
-            await self._wake
-            if self._paused and self._outcome is False:
-                await sink.settle()
-                self._unsettled = 0
-                self._resume()
+    def _raise_if_broken(self) -> None:
         if isinstance(self._outcome, Exception):
+            self.transport.abort()
             raise self._outcome
-        self._resume()
 
     def _resume(self) -> None:
         if self._paused and not self.lost:
@@ -244,6 +248,7 @@ class HttpPool:
         self._max = max_connections
         self._idle_s = idle_s
         self._connect_timeout_s = connect_timeout_s
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._idle: deque[UpstreamConnection] = deque()
         self._open: set[UpstreamConnection] = set()
         self._connecting = 0
@@ -301,7 +306,9 @@ class HttpPool:
 
     @property
     def loop(self) -> asyncio.AbstractEventLoop:
-        return asyncio.get_running_loop()
+        if self._loop is None:  # asked for once: each time costs a system call in 3.11
+            self._loop = asyncio.get_running_loop()
+        return self._loop
 
     def forget(self, connection: UpstreamConnection) -> None:
         """Called by a connection that is gone."""

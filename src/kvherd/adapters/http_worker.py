@@ -121,16 +121,15 @@ class HttpWorker:
 
     def _head(self, call: Call) -> bytes:
         left_out = self._left_out
-        lines = [
-            f"{call.method} {self._address.prefix}{call.path} HTTP/1.1\r\n".encode("latin-1"),
-            self._host_line,
-            *[b"%b: %b\r\n" % header for header in call.headers if header[0] not in left_out],
-            b"content-length: %d\r\n" % len(call.body),
-        ]
+        parts = [f"{call.method} {self._address.prefix}{call.path} HTTP/1.1\r\n".encode("latin-1"), self._host_line]
+        for name, value in call.headers:
+            if name not in left_out:
+                parts += (name, b": ", value, b"\r\n")
+        parts.append(b"content-length: %d\r\n" % len(call.body))
         if self._auth_line:
-            lines.append(self._auth_line)
-        lines.append(b"\r\n")
-        return b"".join(lines)
+            parts.append(self._auth_line)
+        parts.append(b"\r\n")
+        return b"".join(parts)
 
 
 class _Relayed:

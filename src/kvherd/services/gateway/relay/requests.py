@@ -6,6 +6,7 @@ no version but 1.0 and 1.1, exactly one Host in 1.1, bounds on head, body and wh
 nothing more is read: a parser that lost its place must not guess where the next request begins.
 """
 
+import itertools
 import random
 from collections import deque
 from dataclasses import dataclass
@@ -58,7 +59,9 @@ _USUAL_TOKENS = frozenset({b"keep-alive", b"close", b"upgrade"})
 _METHODS = {name.encode(): name for name in ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")}
 _REQUEST_ID_BYTES = 128
 _BYTES_AROUND_A_CHUNK = 8
-_random_bits = random.Random().getrandbits
+# Identifiers are half this process's own dice, half a count: one cast for each request would cost more than parsing it.
+_OURS = b"%016x" % random.SystemRandom().getrandbits(64)
+_counted = itertools.count(random.SystemRandom().getrandbits(63))
 
 
 class RequestParser:
@@ -291,13 +294,14 @@ class RequestParser:
     def _request(self) -> DataRequest:
         headers = self._headers
         method = self._parser.get_method()
+        mine = b"%016x" % next(_counted)
         if not self._has_request_id:
-            made = b"%032x" % _random_bits(128)
+            made = _OURS + mine
             headers.append((b"x-request-id", made))
         else:
             made = next(value for name, value in headers if name == b"x-request-id")
         if not self._has_traceparent:
-            headers.append((b"traceparent", b"00-%032x-%016x-01" % (_random_bits(128) | 1, _random_bits(64) | 1)))
+            headers.append((b"traceparent", b"00-" + _OURS + mine + b"-" + mine + b"-01"))
         parts = self._body
         body = b"" if not parts else parts[0] if len(parts) == 1 else b"".join(parts)
         self._body = []

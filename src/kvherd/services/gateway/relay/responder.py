@@ -144,6 +144,7 @@ class ConnectionResponder:
         self._left = _WITHOUT_LENGTH
         request, _, http10 = self._incoming
         parts = [_STATUS_LINES.get(status) or b"HTTP/1.1 %d \r\n" % status]
+        lines = 2  # the status line and the empty one
         has_id = False
         for name, value in headers:
             lower = name.lower()
@@ -152,20 +153,21 @@ class ConnectionResponder:
                     continue
                 has_id = has_id or lower == b"x-request-id"
                 self._note(lower, value)
-            parts.append(b"%b: %b\r\n" % (name, value))
+            parts += (name, b": ", value, b"\r\n")
+            lines += 1
         if not has_id:
-            parts.append(b"x-request-id: %b\r\n" % request.request.encode("latin-1"))
+            parts += (b"x-request-id: ", request.request.encode("latin-1"), b"\r\n")
+            lines += 1
         self._silent = request.method == "HEAD" or status in _BODYLESS
         if self._left == _WITHOUT_LENGTH and not self._silent:
-            self._delimit(parts, http10=http10)
-        if not self.keep_alive:
-            parts.append(b"connection: close\r\n")
-        elif http10:
-            parts.append(b"connection: keep-alive\r\n")
-        lines = len(parts)
-        parts.append(b"\r\n")
+            lines += self._delimit(parts, http10=http10)
+        if not self.keep_alive or http10:
+            parts.append(b"connection: keep-alive\r\n\r\n" if self.keep_alive else b"connection: close\r\n\r\n")
+            lines += 1
+        else:
+            parts.append(b"\r\n")
         head = b"".join(parts)
-        if head.count(b"\n") != lines + 1 or head.count(b"\r") != lines + 1:
+        if head.count(b"\n") != lines or head.count(b"\r") != lines:
             raise HeaderUnsafe("a header of the answer holds a line break")
         return head
 
@@ -175,12 +177,14 @@ class ConnectionResponder:
         elif name == b"content-type":
             self._sse = value.startswith(b"text/event-stream")
 
-    def _delimit(self, parts: list[bytes], *, http10: bool) -> None:
+    def _delimit(self, parts: list[bytes], *, http10: bool) -> int:
+        """How the end of the body will be known; the number of lines it took to say so."""
         if http10:
             self.keep_alive = False
-        else:
-            self._chunked = True
-            parts.append(b"transfer-encoding: chunked\r\n")
+            return 0
+        self._chunked = True
+        parts.append(b"transfer-encoding: chunked\r\n")
+        return 1
 
     def abandon(self) -> None:
         """The client is gone: from now on every call does nothing."""
