@@ -254,7 +254,7 @@ async def test_what_the_engine_calls_invalid_is_the_callers_mistake() -> None:
         ("RESOURCE_EXHAUSTED", WorkerRefused),
         ("INTERNAL", WorkerFailed),
         ("UNIMPLEMENTED", WorkerUnsupported),
-        ("DEADLINE_EXCEEDED", WorkerTimedOut),
+        ("DEADLINE_EXCEEDED", WorkerFailed),
     ],
 )
 async def test_each_status_before_the_first_token_is_an_error_of_its_own(status: str, error: type[WorkerError]) -> None:

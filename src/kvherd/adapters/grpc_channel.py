@@ -44,8 +44,8 @@ async def connect(channel: grpc.aio.Channel, worker: WorkerId) -> None:
 
 
 @contextmanager
-def rpc_errors(worker: WorkerId, what: str, *, after_s: float = 0.0) -> Iterator[None]:
-    """Raise what a failed call of `what` means as a `WorkerError`; `after_s` is the deadline the worker was given."""
+def rpc_errors(worker: WorkerId, what: str, *, after_s: float | None = None) -> Iterator[None]:
+    """Raise what a failed call of `what` means as a `WorkerError`; `after_s` is the deadline it was given."""
     try:
         yield
     except grpc.aio.AioRpcError as error:
@@ -60,5 +60,7 @@ def rpc_errors(worker: WorkerId, what: str, *, after_s: float = 0.0) -> Iterator
         raise WorkerUnreachable(worker, "the connection was closed here") from error
 
 
-def as_worker_error(worker: WorkerId, error: grpc.aio.AioRpcError, what: str, *, after_s: float = 0.0) -> WorkerError:
+def as_worker_error(
+    worker: WorkerId, error: grpc.aio.AioRpcError, what: str, *, after_s: float | None = None
+) -> WorkerError:
     return worker_error(worker, error.code().name, error.details() or "", what=what, after_s=after_s)

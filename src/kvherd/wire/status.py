@@ -82,17 +82,20 @@ def public_message(error: BaseException) -> str:
     return "an unforeseen error occurred; the log of this process has it under the request id"
 
 
-def worker_error(worker: WorkerId, grpc: str, details: str, *, what: str, after_s: float) -> errors.WorkerError:
-    """What a worker's gRPC status means for whoever called `what` on it; `after_s` is how long they waited."""
+def worker_error(worker: WorkerId, grpc: str, details: str, *, what: str, after_s: float | None) -> errors.WorkerError:
+    """What a worker's gRPC status means for whoever called `what` on it.
+
+    `after_s` is the time the worker was given; None: it was given none, so that its own time-out is its failure.
+    """
     reason = details or f"status {grpc}"
     match grpc:
         case "UNAVAILABLE":
             return errors.WorkerUnreachable(worker, reason)
-        case "DEADLINE_EXCEEDED":
+        case "DEADLINE_EXCEEDED" if after_s is not None:
             return errors.WorkerTimedOut(worker, after_s)
         case "UNIMPLEMENTED":
             return errors.WorkerUnsupported(worker, what)
-        case "INTERNAL" | "UNKNOWN" | "DATA_LOSS" | "CANCELLED":
+        case "INTERNAL" | "UNKNOWN" | "DATA_LOSS" | "CANCELLED" | "DEADLINE_EXCEEDED":
             return errors.WorkerFailed(worker, reason)
         case _:
             return errors.WorkerRefused(worker, reason)

@@ -9,8 +9,8 @@ which kvherd's engine reads and others ignore; the seed as text, since numbers t
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from google.protobuf.json_format import MessageToDict  # type: ignore[import-untyped]
-from google.protobuf.struct_pb2 import Struct  # type: ignore[import-untyped]
+from google.protobuf.json_format import MessageToDict
+from google.protobuf.struct_pb2 import Struct
 from smg_grpc_proto.generated import sglang_scheduler_pb2 as pb
 
 from kvherd.core.engine.generation import Finish, FinishReason, GenerationRequest, TokenDelta, TokenLogprob
