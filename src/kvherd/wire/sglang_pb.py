@@ -130,11 +130,12 @@ def _seed(custom: dict[str, Any]) -> int | None:
     value = custom.get("seed")
     if value is None:
         return None
+    whole = isinstance(value, str) or (isinstance(value, float) and value.is_integer())
     try:
-        seed = int(value)
-    except (TypeError, ValueError, OverflowError):
+        seed = int(value) if whole else None
+    except ValueError:
         seed = None
-    if seed is None or seed != float(value) or not -(2**63) <= seed < 2**63:
+    if seed is None or not -(2**63) <= seed < 2**63:
         raise FieldInvalid("custom_params.seed", "must be a whole number of 64 bits, or its text")
     return seed
 

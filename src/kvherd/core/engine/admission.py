@@ -8,6 +8,7 @@ from kvherd.core.engine.reports import RankFacts
 from kvherd.core.errors import FieldInvalid, PromptTooLong, Unsupported
 
 MOST_LOGPROBS = 20
+MOST_BIAS = 100
 
 
 def check_request(request: GenerationRequest, ranks: Sequence[RankFacts]) -> None:
@@ -81,6 +82,9 @@ def _check_sampling(sampling: Sampling, vocab_size: int) -> None:
     if sampling.logprobs is not None and not 0 <= sampling.logprobs <= MOST_LOGPROBS:
         raise FieldInvalid("top_logprobs_num", f"is {sampling.logprobs}; it must be 0 to {MOST_LOGPROBS}")
     _check_tokens("logit_bias", tuple(token for token, _ in sampling.logit_bias), vocab_size)
+    strange = next((bias for _, bias in sampling.logit_bias if not -MOST_BIAS <= bias <= MOST_BIAS), None)
+    if strange is not None:
+        raise FieldInvalid("logit_bias", f"{strange:g} is not between -{MOST_BIAS} and {MOST_BIAS}")
 
 
 def _check_tokens(name: str, token_ids: Sequence[int], vocab_size: int) -> None:
