@@ -4,9 +4,12 @@ import math
 
 import pytest
 
-from kvherd.core.engine.generation import FinishReason
+from kvherd.core.engine.generation import FinishReason, TokenLogprob
 from kvherd.core.errors import RequestDuplicate
+from kvherd.core.ids import OrderId
 from kvherd.core.kv.events import BlocksRemoved, BlocksStored, CacheCleared
+from kvherd.core.scheduler.flushes import MAX_PENDING
+from kvherd.core.scheduler.steps import Choice
 from kvherd.testing.scheduler_stage import EOS, VOCABULARY, Stage, limits, request
 
 EIGHT = [1, 2, 3, 4, 5, 6, 7, 8]
@@ -459,3 +462,38 @@ def test_a_request_without_a_seed_gets_one_of_its_own() -> None:
     seeds = {row.sampling.seed for row in stage.plan.rows}
     assert len(seeds) == 2
     assert None not in seeds
+
+
+def test_a_prefix_in_use_all_day_takes_no_more_memory_in_the_evening() -> None:
+    stage = Stage(limits())
+    for turn in range(100):
+        stage.submit(request(f"r{turn}", [1] * 5, 1))
+        stage.run_dry()
+    assert len(stage.scheduler._memory.tree._oldest) <= 2 * 1 + 64
+
+
+def test_more_flushes_than_can_wait_are_refused() -> None:
+    stage = Stage(limits())
+    stage.submit(request("busy", [1], 9))
+    for turn in range(MAX_PENDING):
+        stage.flush(f"f{turn}", 5.0)
+    stage.flush("one more", 5.0)
+    assert stage.answer("one more").message == f"{MAX_PENDING} flushes are waiting here already, the limit"
+    stage.pass_time(5.0)
+    assert all(stage.answer(f"f{turn}").timed_out for turn in range(MAX_PENDING))
+
+
+def test_a_state_order_is_answered_with_the_load() -> None:
+    stage = Stage(limits())
+    [answer] = stage.scheduler.state(OrderId("state"), 0.0).answers
+    assert answer.done
+    assert answer.load == stage.scheduler.load(0.0)
+
+
+def test_a_sampled_logprob_goes_with_its_token() -> None:
+    stage = Stage(limits())
+    stage.submit(request("one", [1], 1))
+    stage.start_step()
+    news = stage.scheduler.complete_step([Choice(5, TokenLogprob(5, -0.5))], 0.0)
+    [(_, delta)] = news.progress
+    assert (delta.token_ids, delta.logprobs) == ((5,), (TokenLogprob(5, -0.5),))

@@ -29,10 +29,6 @@ class KvMemory:
         """Blocks that `allocate` can give: free ones, and cached ones that nobody pins."""
         return len(self._free) + self.tree.unpinned
 
-    @property
-    def free(self) -> int:
-        return len(self._free)
-
     def allocate(self, count: int) -> list[int] | None:
         """Take blocks, evicting as few as needed; None, and nothing changed, if there are not that many."""
         if count > self.available:

@@ -41,7 +41,6 @@ class StepPlanner:
         self._memory = memory
         self._waiting = waiting
         self.running: dict[int, Sequence] = {}
-        self.preemptions = 0
 
     def plan(self, *, admit_before: float) -> tuple[StepRow, ...]:
         """The rows of the next step; none if nothing can run. Requests of that turn or later are not admitted."""
@@ -82,7 +81,6 @@ class StepPlanner:
                 return False
 
     def _preempt(self, sequence: Sequence) -> None:
-        self.preemptions += 1
         self.release(sequence)
         sequence.uncached_tokens = len(sequence.tokens)
         self._waiting.add(sequence)
@@ -131,8 +129,6 @@ class StepPlanner:
         tree = self._memory.tree
         while len(sequence.path) < sequence.shareable_blocks:
             index = len(sequence.path)
-            if sequence.computed != index * self._limits.block_size:
-                return
             node = tree.child(self._tip(sequence, sequence.path), sequence.tokens, index)
             if node is None:
                 return

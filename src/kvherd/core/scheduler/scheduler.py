@@ -118,7 +118,6 @@ class Scheduler:
         """Decide the next forward pass; None if nothing can run (its rows may be fewer than what runs)."""
         assert self._stepping is None, "a step is planned before the last one was completed"
         rows = self._planner.plan(admit_before=self._flushes.hold_from)
-        self._totals.preemptions = self._planner.preemptions
         if not rows:
             return None
         self._stepping = StepPlan(rows, self._memory.take_events())

@@ -51,10 +51,6 @@ class StepPlan:
     rows: tuple[StepRow, ...]
     events: tuple[KvEvent, ...] = ()
 
-    @property
-    def new_tokens(self) -> int:
-        return sum(len(row.token_ids) for row in self.rows)
-
 
 @dataclass(frozen=True, slots=True)
 class Choice:
@@ -71,6 +67,3 @@ class News:
     progress: tuple[tuple[RequestId, TokenDelta], ...] = ()
     answers: tuple[OrderAnswer, ...] = ()
     events: tuple[KvEvent, ...] = ()
-
-    def __bool__(self) -> bool:
-        return bool(self.progress or self.answers or self.events)

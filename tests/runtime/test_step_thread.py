@@ -1,0 +1,50 @@
+"""The model's thread, with a model of three lines."""
+
+import threading
+from collections.abc import Sequence
+
+import pytest
+
+from kvherd.core.engine.generation import Sampling
+from kvherd.core.scheduler.steps import Choice, StepPlan, StepRow
+from kvherd.runtime.batch import Choice as ModelChoice
+from kvherd.runtime.batch import ForwardBatch, ModelFacts, SamplingState
+from kvherd.runtime.step_thread import StepThread
+
+
+class OddModel:
+    """Chooses the position of the token to come, and breaks on token 13."""
+
+    facts = ModelFacts(100, 100, (), 0, 0)
+
+    def step(self, batch: ForwardBatch, states: Sequence[SamplingState]) -> list[ModelChoice]:
+        if any(13 in rows.token_ids for rows in batch.sequences):
+            raise ArithmeticError("13")
+        assert len(states) == sum(rows.wants_logits for rows in batch.sequences)
+        return [ModelChoice(state.position) for state in states]
+
+
+def _row(tokens: tuple[int, ...], *, position: int, chooses: bool) -> StepRow:
+    return StepRow(1, tokens, position, (0,), chooses, Sampling(), [], [])
+
+
+def _run(*rows: StepRow) -> list[Choice]:
+    done = threading.Event()
+    steps = StepThread(OddModel(), done.set)
+    try:
+        steps.start(StepPlan(rows))
+        assert done.wait(5)
+        assert steps.finished
+        return steps.result()
+    finally:
+        steps.stop(within_s=5)
+
+
+def test_only_rows_that_choose_get_a_choice() -> None:
+    choices = _run(_row((1, 2), position=4, chooses=False), _row((3,), position=7, chooses=True))
+    assert choices == [Choice(8)]
+
+
+def test_what_the_model_raises_is_raised_where_the_result_is_taken() -> None:
+    with pytest.raises(ArithmeticError, match="13"):
+        _run(_row((13,), position=0, chooses=True))
