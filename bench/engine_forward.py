@@ -5,8 +5,8 @@
 Each contender runs in a process of its own, in turns, so that none disturbs another's threads and each meets the same
 noise. It decodes greedily at batch 1 and 8 behind a context of 64 tokens, and reads a prompt of 512. transformers takes
 part where torch and transformers can be imported, by this interpreter or the one that `--torch-python` names.
-Printed are medians over all rounds and the ratios; the smaller of two medians of one machine at one time is what to
-trust, not the tokens a second. Nothing is asserted.
+Printed are the medians of each contender's quietest round, and their ratios, which are what to trust on a machine that
+does other things as well. Nothing is asserted.
 """
 
 import argparse
@@ -166,12 +166,9 @@ def measure(contender: str, python: str, model: Path, threads: int) -> Seconds |
 
 
 def rates(rounds: list[Seconds]) -> dict[str, float]:
-    """Tokens a second, from the median of all rounds."""
+    """Tokens a second: the median of the quietest round."""
     size = {"decode_1": 1, "decode_8": 8, "prefill": PROMPT}
-    return {
-        name: count / statistics.median(second for seconds in rounds for second in seconds[name])
-        for name, count in size.items()
-    }
+    return {name: count / min(statistics.median(seconds[name]) for seconds in rounds) for name, count in size.items()}
 
 
 def main() -> int:
