@@ -371,15 +371,29 @@ KVHERD = {
     "GET /health": said({}),
     "GET /server_info": said(
         {
-            "engine": "kvherd",
-            "version": "0.1.0",
+            "kvherd": {"version": "0.1.0"},
+            "version": "kvherd-0.1.0",
             "block_size": 16,
-            "ranks": 2,
-            "max_context_tokens": 8192,
-            "capacity_tokens": 65536,
-            "max_running": 32,
+            "page_size": 16,
+            "dp_size": 2,
+            "context_length": 8192,
+            "max_total_num_tokens": 65536,
+            "max_running_requests": 16,
+            "internal_states": [],
             "kv_events": {"grpc": "127.0.0.1:51100"},
         }
+    ),
+    "GET /get_loads": said(
+        {
+            "loads": [
+                {"num_running_reqs": 1, "num_waiting_reqs": 2, "num_used_tokens": 3, "max_total_num_tokens": 4},
+                {"num_running_reqs": 10, "num_waiting_reqs": 20, "num_used_tokens": 30, "max_total_num_tokens": 40},
+            ]
+        }
+    ),
+    "POST /flush_cache?timeout=7": said(
+        {"success": False, "message": "silent", "ranks": [{"rank": 0, "done": False, "message": "no answer"}]},
+        "504 Gateway Timeout",
     ),
     "POST /flush_cache?timeout=2.5": said(
         {
@@ -426,6 +440,7 @@ async def test_kvherd_says_what_it_is() -> None:
         assert (facts.block_size, facts.ranks, facts.max_context_tokens) == (16, 2, 8192)
         assert (facts.capacity_tokens, facts.max_running, facts.version) == (65536, 32, "0.1.0")
         assert facts.events_url == "grpc://127.0.0.1:51100"
+        assert await worker.load() == WorkerLoad(running=11, waiting=22, used_tokens=33, capacity_tokens=44)
 
 
 async def test_vllm_is_known_by_its_version_and_its_cache_by_its_metrics() -> None:
@@ -481,6 +496,8 @@ async def test_kvherd_is_flushed_by_its_route_and_tells_of_each_rank() -> None:
         )
         assert answer == FlushAnswer(done=False, message="rank 1 is busy", ranks=ranks)
         assert opened == [True]
+        answer = await worker.flush(timeout_s=7)
+        assert (answer.done, answer.ranks[0].message) == (False, "no answer")
 
 
 async def test_sglang_is_flushed_by_its_route_and_may_refuse() -> None:

@@ -25,7 +25,7 @@ class _Models:
 async def detect(worker: WorkerId, asker: HttpAsker, address: HttpAddress) -> WorkerFacts:
     """Raises `WorkerError`. A worker must answer `/v1/models`; all else is learned if it is told."""
     info = (await asker.ask("GET", "/server_info")).document_if_ok()
-    if info.get("engine") == "kvherd" or "kvherd" in info:
+    if "kvherd" in info:
         return _kvherd(info, await _models(worker, asker), address)
     if _SGLANG_FIELDS & info.keys():
         return _sglang(info, await _models(worker, asker))
@@ -51,16 +51,18 @@ async def _models(worker: WorkerId, asker: HttpAsker) -> _Models:
 def _kvherd(info: Mapping[str, Any], models: _Models, address: HttpAddress) -> WorkerFacts:
     events = info.get("kv_events")
     target = events.get("grpc") if isinstance(events, dict) else None
+    own = info["kvherd"]
+    ranks = max(_whole(info.get("dp_size")), 1)
     return WorkerFacts(
         WorkerKind.KVHERD_HTTP,
         models.names,
         block_size=_whole(info.get("block_size")),
-        ranks=max(_whole(info.get("ranks", info.get("dp_size"))), 1),
-        max_context_tokens=_whole(info.get("max_context_tokens")) or models.max_context_tokens,
-        capacity_tokens=_whole(info.get("capacity_tokens")),
-        max_running=_whole(info.get("max_running")),
+        ranks=ranks,
+        max_context_tokens=_whole(info.get("context_length")) or models.max_context_tokens,
+        capacity_tokens=_whole(info.get("max_total_num_tokens")),
+        max_running=_whole(info.get("max_running_requests")) * ranks,
         events_url=_reachable(target, address) if isinstance(target, str) else None,
-        version=str(info.get("version", "")),
+        version=str(own.get("version", "")) if isinstance(own, dict) else "",
     )
 
 

@@ -14,18 +14,19 @@ _LONGEST_PAUSE_S = 0.5
 
 
 async def flush_by_url(worker: WorkerId, asker: HttpAsker, *, timeout_s: float, opened: Opened | None) -> FlushAnswer:
-    """kvherd and SGLang wait by themselves; 400 is their refusal."""
+    """kvherd and SGLang wait by themselves; 400 is their refusal. Where kvherd tells of each rank, that is an answer
+    whatever its status: of two ranks one may have done it and the other kept silent.
+    """
     answer = await asker.ask("POST", f"/flush_cache?timeout={timeout_s:g}", sent=opened)
     if answer.status == 404:
         raise WorkerUnsupported(worker, "flush (it has no /flush_cache)")
-    if not answer.ok and answer.status != 400:
-        raise WorkerRefused(worker, f"HTTP {answer.status}: {answer.reason()}")
     document = answer.document()
+    ranks = _ranks(document)
+    if not answer.ok and answer.status != 400 and not ranks:
+        raise WorkerRefused(worker, f"HTTP {answer.status}: {answer.reason()}")
     done = answer.ok and document.get("success", True) is True
     message = document.get("message")
-    return FlushAnswer(
-        done=done, message=message if isinstance(message, str) else answer.reason(), ranks=_ranks(document)
-    )
+    return FlushAnswer(done=done, message=message if isinstance(message, str) else answer.reason(), ranks=ranks)
 
 
 async def flush_vllm(worker: WorkerId, asker: HttpAsker, *, timeout_s: float, opened: Opened | None) -> FlushAnswer:
