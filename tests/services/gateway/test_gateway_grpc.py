@@ -1,0 +1,131 @@
+"""The gateway's gRPC over a real socket."""
+
+import asyncio
+import math
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import grpc
+import grpc.aio
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
+
+from kvherd.core.errors import PortInUse, WorkerUnreachable
+from kvherd.core.ids import WorkerId
+from kvherd.ports.completions import Tokenizer
+from kvherd.ports.worker import WorkerFacts, WorkerKind
+from kvherd.services.gateway.console import Console
+from kvherd.services.gateway.fleet import Fleet, WorkerSpec
+from kvherd.services.gateway.grpc import GatewayGrpc
+from kvherd.services.gateway.metrics import GatewayMetrics
+from kvherd.testing.tokenizer import ByteTokenizer
+from kvherd.testing.workers import FakeWorker, refusing_ranks
+from kvherd.wire.fleet_json import KvView
+from kvherd.wire.proto import kvherd_gateway_v1_pb2 as pb
+from kvherd.wire.proto import kvherd_gateway_v1_pb2_grpc as pb_grpc
+
+pytestmark = pytest.mark.net
+
+ANN, BOB = WorkerId("grpc://ann:1"), WorkerId("http://bob:1")
+
+
+class NoFollowing:
+    def add(self, worker: WorkerId, feed: object, *, model: str) -> None:
+        pass
+
+    def remove(self, worker: WorkerId) -> None:
+        pass
+
+
+@asynccontextmanager
+async def served(*workers: FakeWorker, admin_key: str | None = None) -> AsyncIterator[tuple[GatewayGrpc, Any]]:
+    known = {worker.id: worker for worker in workers}
+
+    async def tokenizer(_: str) -> Tokenizer:
+        return ByteTokenizer()
+
+    fleet = Fleet(
+        worker_factory=lambda url: known[WorkerId(url)],
+        feed_factory=lambda _: None,  # type: ignore[arg-type,return-value]
+        tokenizer_factory=tokenizer,
+        following=NoFollowing(),
+    )
+    console = Console(
+        fleet=fleet,
+        kv=lambda _: KvView("live", 3),
+        flushed=lambda _: None,
+        metrics=GatewayMetrics(),
+        admin_key=admin_key,
+    )
+    async with fleet, GatewayGrpc(console, host="127.0.0.1", port=0) as server:
+        for worker in workers:
+            fleet.add(WorkerSpec(worker.id))
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as channel:
+            yield server, channel
+
+
+def stub_of(channel: grpc.aio.Channel) -> Any:
+    return pb_grpc.GatewayStub(channel)  # type: ignore[no-untyped-call]
+
+
+async def test_a_flush_carries_the_report() -> None:
+    bob = FakeWorker(BOB, fails=WorkerUnreachable(BOB), facts=WorkerFacts(WorkerKind.VLLM_HTTP, ("m",)))
+    async with served(FakeWorker(ANN, answer=refusing_ranks("", "busy")), bob) as (_, channel):
+        answer = await stub_of(channel).FlushCache(pb.FlushCacheRequest(timeout_s=0.0), timeout=10)
+    assert (answer.success, answer.workers_flushed, answer.total_workers) == (False, 0, 2)
+    assert (answer.total_http_workers, answer.total_grpc_workers) == (1, 1)
+    assert [one.outcome for one in answer.workers] == [pb.OUTCOME_REFUSED, pb.OUTCOME_UNREACHABLE]
+    assert [one.outcome for one in answer.workers[0].ranks] == [pb.OUTCOME_DONE, pb.OUTCOME_REFUSED]
+
+
+@pytest.mark.parametrize("timeout_s", [-1.0, math.nan, math.inf])
+async def test_a_time_that_is_none_is_refused(timeout_s: float) -> None:
+    async with served() as (_, channel):
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await stub_of(channel).FlushCache(pb.FlushCacheRequest(timeout_s=timeout_s), timeout=10)
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert "must be a number of seconds" in (caught.value.details() or "")
+
+
+async def test_workers_are_listed() -> None:
+    async with served(FakeWorker(ANN)) as (_, channel):
+        answer = await stub_of(channel).ListWorkers(pb.ListWorkersRequest(), timeout=10)
+    (one,) = answer.workers
+    assert (one.id, one.url, one.kv.state, one.kv.blocks) == ("grpc-ann-1", ANN, "live", 3)
+
+
+async def test_a_key_is_asked_for_where_one_is_set() -> None:
+    async with served(admin_key="secret") as (_, channel):
+        stub = stub_of(channel)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await stub.ListWorkers(pb.ListWorkersRequest(), timeout=10)
+        assert caught.value.code() is grpc.StatusCode.PERMISSION_DENIED
+        metadata = (("authorization", "Bearer secret"),)
+        assert await stub.ListWorkers(pb.ListWorkersRequest(), metadata=metadata, timeout=10)
+
+
+async def test_health_and_reflection_are_on() -> None:
+    async with served() as (server, channel):
+        check = health_pb2.HealthCheckRequest(service="kvherd.gateway.v1.Gateway")
+        answer = await health_pb2_grpc.HealthStub(channel).Check(check, timeout=10)
+        assert answer.status == health_pb2.HealthCheckResponse.SERVING
+        names = await _reflected(server.port)
+    assert "kvherd.gateway.v1.Gateway" in names
+
+
+async def _reflected(port: int) -> list[str]:
+
+    def ask() -> list[str]:
+        with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
+            return list(ProtoReflectionDescriptorDatabase(channel).get_services())
+
+    return await asyncio.to_thread(ask)
+
+
+async def test_two_gateways_never_share_a_port() -> None:
+    async with served() as (server, _):
+        second = GatewayGrpc(server._console, host="127.0.0.1", port=server.port)
+        with pytest.raises(PortInUse, match="--grpc-port"):
+            await second.__aenter__()
