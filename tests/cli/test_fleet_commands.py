@@ -44,6 +44,7 @@ def gateway_that_says() -> Iterator[Says]:
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self) -> None:
                 asked.append(f"{self.command} {self.path}")
+                keys.append(self.headers.get("Authorization", ""))
                 payload = body if isinstance(body, bytes) else json.dumps(body).encode()
                 self.send_response(status)
                 self.send_header("Content-Length", str(len(payload)))
@@ -61,6 +62,7 @@ def gateway_that_says() -> Iterator[Says]:
         return f"http://127.0.0.1:{server.server_address[1]}"
 
     asked.clear()
+    keys.clear()
     yield says
     for server in servers:
         server.shutdown()
@@ -68,6 +70,7 @@ def gateway_that_says() -> Iterator[Says]:
 
 
 asked: list[str] = []
+keys: list[str] = []
 
 
 def run(*words: str) -> int:
@@ -127,12 +130,18 @@ def test_a_flush_that_some_did_not_obey_ends_with_1(
     assert "http://w1  kvherd-http  timed_out     0.25  so it was" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("command", ["workers", "flush"])
 def test_an_error_of_the_gateway_is_told_in_its_words(
-    gateway_that_says: Says, capsys: pytest.CaptureFixture[str]
+    command: str, gateway_that_says: Says, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    url = gateway_that_says(400, {"error": {"message": "timeout: must be at most 3600"}})
-    assert run("flush", "--timeout", "9999", "--gateway", url) == 1
-    assert capsys.readouterr().out == "timeout: must be at most 3600\n"
+    url = gateway_that_says(401, {"error": {"message": "give the admin key"}})
+    assert run(command, "--gateway", url) == 1
+    assert capsys.readouterr().err == "kvherd: give the admin key\n"
+
+
+def test_the_admin_key_travels_as_a_bearer_token(gateway_that_says: Says) -> None:
+    assert run("workers", "--admin-key", "s3cret", "--gateway", gateway_that_says(200, {"workers": [ANN]})) == 0
+    assert keys == ["Bearer s3cret"]
 
 
 @pytest.mark.parametrize("value", ["-1", "nan", "inf"])

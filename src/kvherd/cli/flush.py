@@ -7,7 +7,7 @@ from urllib.parse import urlencode
 
 import typer
 
-from kvherd.cli.gateway_client import DEFAULT_GATEWAY, GatewayOption, JsonOption, ask_json
+from kvherd.cli.gateway_client import DEFAULT_GATEWAY, AdminKeyOption, GatewayOption, JsonOption, ask_json
 from kvherd.cli.tables import print_table
 from kvherd.core.errors import OptionInvalid
 
@@ -23,6 +23,7 @@ def command(
         float, typer.Option(min=0, help="Seconds an engine may wait until it is idle; 0 is now or refused.")
     ] = 0.0,
     gateway: GatewayOption = DEFAULT_GATEWAY,
+    admin_key: AdminKeyOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Clear the KV cache of every worker, with one outcome for each.
@@ -38,23 +39,15 @@ def command(
     if not math.isfinite(timeout):
         raise OptionInvalid("--timeout", "must be a finite number of seconds")
     query = urlencode({"timeout": f"{timeout:g}"})
-    _, answer = ask_json("POST", gateway, f"/flush_cache?{query}", timeout_s=timeout + GRACE_S)
+    _, answer = ask_json("POST", gateway, f"/flush_cache?{query}", timeout_s=timeout + GRACE_S, admin_key=admin_key)
     if as_json:
         print(json.dumps(answer, indent=2))
     else:
         if answer.get("workers"):
             print_table(HEADINGS, map(_row, answer["workers"]), numeric=frozenset({"SECONDS"}))
-        print(message_of(answer))
+        print(answer.get("message"))
     if answer.get("success") is not True:
         raise typer.Exit(1)
-
-
-def message_of(answer: dict[str, Any]) -> str:
-    """The report's own sentence, or that of an error body."""
-    error = answer.get("error")
-    if isinstance(error, dict):
-        return str(error.get("message"))
-    return str(answer.get("message"))
 
 
 def _row(worker: dict[str, Any]) -> list[object]:

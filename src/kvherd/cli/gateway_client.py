@@ -2,6 +2,7 @@
 
 import http.client
 import json
+import sys
 from dataclasses import dataclass
 from typing import Annotated, Any
 from urllib.parse import urlsplit
@@ -10,10 +11,14 @@ import typer
 
 from kvherd.core.errors import GatewayUnreachable, OptionInvalid
 
+ADMIN_KEY = "KVHERD_ADMIN_KEY"
 GatewayOption = Annotated[
     str, typer.Option("--gateway", envvar="KVHERD_GATEWAY", metavar="URL", help="The gateway to ask.")
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print the gateway's answer as JSON, for programs.")]
+AdminKeyOption = Annotated[
+    str | None, typer.Option(envvar=ADMIN_KEY, metavar="KEY", help="The key that operators' routes want.")
+]
 DEFAULT_GATEWAY = "http://127.0.0.1:8080"
 
 
@@ -23,14 +28,15 @@ class Answer:
     body: bytes
 
 
-def ask(method: str, base_url: str, path: str, *, timeout_s: float) -> Answer:
+def ask(method: str, base_url: str, path: str, *, timeout_s: float, admin_key: str | None = None) -> Answer:
     """Raises `GatewayUnreachable` if no HTTP answer comes; no socket operation takes longer than `timeout_s`."""
     url = urlsplit(base_url)
     if url.scheme != "http" or not url.hostname:
         raise OptionInvalid("--gateway", f"{base_url!r} is not of the form http://HOST:PORT")
     connection = http.client.HTTPConnection(url.hostname, url.port or 80, timeout=timeout_s)
     try:
-        connection.request(method, url.path.rstrip("/") + path)
+        headers = {"Authorization": f"Bearer {admin_key}"} if admin_key else {}
+        connection.request(method, url.path.rstrip("/") + path, headers=headers)
         response = connection.getresponse()
         return Answer(response.status, response.read())
     except TimeoutError as error:
@@ -41,13 +47,21 @@ def ask(method: str, base_url: str, path: str, *, timeout_s: float) -> Answer:
         connection.close()
 
 
-def ask_json(method: str, base_url: str, path: str, *, timeout_s: float) -> tuple[int, dict[str, Any]]:
-    """The status and the JSON object a gateway answered; anything else is not a gateway: `GatewayUnreachable`."""
-    answer = ask(method, base_url, path, timeout_s=timeout_s)
+def ask_json(
+    method: str, base_url: str, path: str, *, timeout_s: float, admin_key: str | None
+) -> tuple[int, dict[str, Any]]:
+    """The status and the JSON object a gateway answered.
+
+    Anything else is not a gateway: `GatewayUnreachable`. An error that it answers is told, and ends the command with 1.
+    """
+    answer = ask(method, base_url, path, timeout_s=timeout_s, admin_key=admin_key)
     try:
         decoded = json.loads(answer.body)
     except ValueError:
         decoded = None
     if not isinstance(decoded, dict):
         raise GatewayUnreachable(base_url, f"what answers there with status {answer.status} is not a kvherd gateway")
+    if isinstance(decoded.get("error"), dict):
+        print(f"kvherd: {decoded['error'].get('message')}", file=sys.stderr)
+        raise typer.Exit(1)
     return answer.status, decoded

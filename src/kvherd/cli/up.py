@@ -6,14 +6,15 @@ import os
 import shutil
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Annotated
 
 import typer
 from rich.console import Console
 
-from kvherd.cli.gateway_client import ask
+from kvherd.cli.gateway_client import ADMIN_KEY, ask
 from kvherd.cli.lifetime import until_stopped
 from kvherd.cli.logs import LogLevel
 from kvherd.cli.ports import require_free
@@ -23,6 +24,7 @@ from kvherd.core.errors import GatewayUnreachable, OptionInvalid
 
 HOST = "127.0.0.1"
 ENGINES = ("engine-a", "engine-b")
+GATEWAY = "gateway"
 ENGINE_STRIDE = 100
 """Between the ports of two engines; each uses P (gRPC), P+2 (HTTP), P+10 (KV events) and P+30 (their replay)."""
 ENGINE_PORTS = (0, 2, 10, 30)
@@ -43,6 +45,7 @@ class Herd:
     logs: Path
     log_level: LogLevel
     engine_options: tuple[str, ...]
+    admin_key: str | None
 
     @property
     def gateway_url(self) -> str:
@@ -59,12 +62,17 @@ class Herd:
             base = self.engine_port + index * ENGINE_STRIDE
             require_free(HOST, [base + offset for offset in ENGINE_PORTS], option="--engine-port")
 
-    def parts(self) -> list[Part]:
+    def parts(self, temporary: str) -> list[Part]:
+        """What to start. Temporary files go into a folder of ours: a part that is killed cannot clear its own away."""
+        environment = {"TMPDIR": temporary}
+        return [replace(part, environment=environment) for part in self._parts()]
+
+    def _parts(self) -> list[Part]:
         engines = [self._engine(name, self.engine_port + index * ENGINE_STRIDE) for index, name in enumerate(ENGINES)]
         workers = [word for worker in self.workers for word in ("--worker", worker)]
         ports = ["--port", str(self.gateway_port), "--grpc-port", str(self.gateway_port + 1)]
         options = [*workers, *ports, "--policy", self.policy]
-        return [*engines, self._part("gateway", "gateway", options, self._herd_serves)]
+        return [*engines, self._part(GATEWAY, "gateway", options, self._herd_serves)]
 
     def _engine(self, name: str, port: int) -> Part:
         options = ["--model", self.model, "--port", str(port), *self.engine_options]
@@ -78,7 +86,7 @@ class Herd:
     def _herd_serves(self) -> bool:
         """Whether the gateway has every engine as a worker that is up."""
         try:
-            answer = ask("GET", self.gateway_url, "/workers", timeout_s=PROBE_TIMEOUT_S)
+            answer = ask("GET", self.gateway_url, "/workers", timeout_s=PROBE_TIMEOUT_S, admin_key=self.admin_key)
         except GatewayUnreachable:
             return False
         if answer.status != 200:
@@ -146,7 +154,7 @@ def command(
     if kv_tokens is not None:
         options += ["--kv-tokens", str(kv_tokens)]
     logs = log_dir or default_log_folder()
-    herd = Herd(model, engine_port, gateway_port, policy, logs, log_level, tuple(options))
+    herd = Herd(model, engine_port, gateway_port, policy, logs, log_level, tuple(options), os.environ.get(ADMIN_KEY))
     herd.require_free_ports()
     try:
         logs.mkdir(parents=True, exist_ok=True)
@@ -157,13 +165,15 @@ def command(
 
 async def run_herd(herd: Herd, console: Console) -> None:
     """Start the herd and stay until cancelled. Raises `StartFailed` or `PartDied`, with nothing left running."""
-    parts = herd.parts()
-    with Screen(console, tuple(part.name for part in parts)) as screen:
+    with (
+        TemporaryDirectory(prefix="kvherd-up-", ignore_cleanup_errors=True) as temporary,
+        Screen(console, (*ENGINES, GATEWAY)) as screen,
+    ):
         supervisor = Supervisor(on_line=lambda child, line: screen.line(child.part.name, line), grace_s=STOP_GRACE_S)
         async with supervisor:
             try:
                 children = []
-                for part in parts:
+                for part in herd.parts(temporary):
                     screen.starting(part.name)
                     children.append(await supervisor.start(part))
                 await supervisor.wait_ready(

@@ -8,7 +8,7 @@ import asyncio
 import os
 import signal
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,6 +29,7 @@ class Part:
     command: tuple[str, ...]
     log: Path
     answers: Callable[[], bool]
+    environment: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -81,6 +82,7 @@ class Supervisor:
             stderr=asyncio.subprocess.STDOUT,
             limit=LINE_LIMIT_BYTES,
             process_group=0,
+            env=os.environ | part.environment,
         )
         child = Child(part, process, exit=self._group.create_task(process.wait()))
         self._children.append(child)

@@ -5,7 +5,7 @@ from typing import Annotated, Any
 
 import typer
 
-from kvherd.cli.gateway_client import DEFAULT_GATEWAY, GatewayOption, JsonOption, ask_json
+from kvherd.cli.gateway_client import DEFAULT_GATEWAY, AdminKeyOption, GatewayOption, JsonOption, ask_json
 from kvherd.cli.tables import print_table
 
 TIMEOUT_S = 10.0
@@ -16,6 +16,7 @@ HEADINGS = ("WORKER", "KIND", "MODELS", "STATE", "RUNNING", "WAITING", "KV", "BL
 def command(
     *,
     gateway: GatewayOption = DEFAULT_GATEWAY,
+    admin_key: AdminKeyOption = None,
     as_json: JsonOption = False,
     timeout: Annotated[float, typer.Option(min=0.1, help="Seconds to wait for the gateway.")] = TIMEOUT_S,
 ) -> None:
@@ -26,7 +27,7 @@ def command(
 
     Exit code 0 if every worker is up, 1 if some are not or there is none, 3 if no gateway answers.
     """
-    _, answer = ask_json("GET", gateway, "/workers", timeout_s=timeout)
+    _, answer = ask_json("GET", gateway, "/workers", timeout_s=timeout, admin_key=admin_key)
     workers = answer.get("workers", [])
     if as_json:
         print(json.dumps(answer, indent=2))

@@ -1,0 +1,98 @@
+"""`kvherd gateway`: the gateway, with adapters for workers over HTTP and gRPC."""
+
+import asyncio
+import logging
+from typing import Annotated
+
+import typer
+import uvloop
+
+from kvherd.adapters.grpc_kv_feed import GrpcKvFeed
+from kvherd.adapters.grpc_tokenizer import fetch_tokenizer
+from kvherd.adapters.grpc_worker import GrpcWorker
+from kvherd.adapters.http_worker import HttpWorker
+from kvherd.cli.gateway_client import AdminKeyOption
+from kvherd.cli.lifetime import until_stopped
+from kvherd.cli.logs import LogLevel, start_logging
+from kvherd.cli.ports import require_free
+from kvherd.core.errors import OptionInvalid
+from kvherd.core.ids import WorkerId
+from kvherd.core.routing.policy import POLICY_NAMES
+from kvherd.ports.worker import Worker
+from kvherd.services.gateway.fleet import WorkerSpec
+from kvherd.services.gateway.gateway import Gateway, GatewayConfig
+
+TOKENIZER_DEADLINE_S = 30.0
+
+log = logging.getLogger(__name__)
+
+
+def command(
+    *,
+    worker: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="URL[,events=URL]",
+            help="A worker: grpc://HOST:PORT or http://HOST:PORT, once for each; `events` is the gRPC address of its "
+            "KV events where it cannot tell that itself. More can join at run time (POST /workers).",
+        ),
+    ] = None,
+    policy: Annotated[str, typer.Option(help=f"How requests are routed: {', '.join(POLICY_NAMES)}.")] = "kv",
+    host: Annotated[str, typer.Option(help="Address to listen on, for HTTP and gRPC.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port for HTTP: OpenAI's API, orders, metrics.")] = 8080,
+    grpc_port: Annotated[int, typer.Option(help="Port for gRPC: kvherd.gateway.v1.")] = 8081,
+    admin_key: AdminKeyOption = None,
+    log_level: Annotated[LogLevel, typer.Option(help="Least level of the log, which goes to standard error.")] = (
+        LogLevel.INFO
+    ),
+    supervised: Annotated[
+        bool, typer.Option("--supervised", help="Stop when standard input ends, as its starter is gone then.")
+    ] = False,
+) -> None:
+    """Run the gateway: one OpenAI-compatible entry to a fleet of workers.
+
+    Detects what each worker is, follows its KV events, and routes each request to the worker where it will answer
+    soonest. A worker that cannot be reached yet is tried again until it can.
+
+    Operators' routes (/workers, /flush_cache) answer this machine only, unless there is an admin key: then they
+    answer whoever brings it.
+    """
+    start_logging(log_level)
+    config = GatewayConfig(
+        host=host,
+        port=port,
+        grpc_port=grpc_port,
+        workers=tuple(map(worker_spec, worker or ())),
+        policy=policy,
+        admin_key=admin_key or None,
+    )
+    require_free(host, [port], option="--port")
+    require_free(host, [grpc_port], option="--grpc-port")
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(until_stopped(run_gateway(config), supervised=supervised))
+
+
+def worker_spec(word: str) -> WorkerSpec:
+    """Read `URL[,events=URL]`. Raises `OptionInvalid`."""
+    url, *extras = word.split(",")
+    named = dict(extra.partition("=")[::2] for extra in extras)
+    if named.keys() - {"events"} or len(named) != len(extras):
+        raise OptionInvalid("--worker", f"{word!r} is not of the form URL or URL,events=URL")
+    return WorkerSpec(url, named.get("events"))
+
+
+def worker_at(url: str) -> Worker:
+    return GrpcWorker(WorkerId(url)) if url.startswith("grpc://") else HttpWorker(WorkerId(url), url)
+
+
+async def run_gateway(config: GatewayConfig) -> None:
+    """Serve until cancelled."""
+    gateway = Gateway(
+        config,
+        worker_factory=worker_at,
+        feed_factory=lambda url: GrpcKvFeed(url.removeprefix("grpc://")),
+        tokenizer_factory=lambda url: fetch_tokenizer(url, TOKENIZER_DEADLINE_S),
+    )
+    async with gateway:
+        log.info("serving at http://%s:%d, orders over gRPC on %d", config.host, config.port, config.grpc_port)
+        await asyncio.Event().wait()
