@@ -14,6 +14,7 @@ class ServicerConfig:
     port: int = 51000
     http_port: int = 51002
     body_limit_bytes: int = 32 * 2**20
+    body_within_s: float = 60.0
     message_limit_bytes: int = 64 * 2**20
     drain_s: float = 5.0
     order_timeout_limit_s: float = 3600.0

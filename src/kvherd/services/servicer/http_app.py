@@ -3,6 +3,7 @@
 from collections.abc import Awaitable, Callable
 
 from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -22,7 +23,8 @@ from kvherd.services.servicer.http_edge import (
     body_within,
     endpoint,
     json_answer,
-    request_id,
+    new_request_id,
+    not_served,
     unless_client_leaves,
 )
 from kvherd.services.servicer.metrics import CONTENT_TYPE, EngineMetrics
@@ -57,6 +59,7 @@ class HttpDoor:
             return Route(path, endpoint(handler), methods=list(methods))
 
         return Starlette(
+            exception_handlers={HTTPException: not_served},
             routes=[
                 route("/v1/chat/completions", self.chat, "POST"),
                 route("/v1/completions", self.text, "POST"),
@@ -70,7 +73,7 @@ class HttpDoor:
                 route("/get_model_info", self.model_info, "GET"),
                 route("/get_loads", self.loads, "GET"),
                 route("/metrics", self.metrics, "GET"),
-            ]
+            ],
         )
 
     # --- generation ------------------------------------------------------------
@@ -83,7 +86,8 @@ class HttpDoor:
 
     async def _complete(self, request: Request, call: ChatCall | CompletionCall) -> Response:
         self._check_model(call.options)
-        name, generate = request_id(request), self._generations.generate
+        name = new_request_id("chatcmpl" if isinstance(call, ChatCall) else "cmpl")
+        generate = self._generations.generate
         if not call.options.stream:
             work = self._completions.whole(call, request=name, generate=generate)
             body = await unless_client_leaves(request.receive, work)
@@ -181,7 +185,7 @@ class HttpDoor:
     # --- shared --------------------------------------------------------------------
 
     async def _body(self, request: Request) -> bytes:
-        return await body_within(request, self._config.body_limit_bytes)
+        return await body_within(request, self._config.body_limit_bytes, within_s=self._config.body_within_s)
 
     async def _state(self) -> OrderReport:
         """Raises `OrderTimedOut` unless every rank answered."""

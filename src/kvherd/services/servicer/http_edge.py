@@ -7,11 +7,12 @@ from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from typing import TypeVar
 
-from starlette.requests import Request
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
-from kvherd.core.errors import BodyTooLarge, EngineError
+from kvherd.core.errors import BodyTooLarge, CallerTooSlow, EngineError
 from kvherd.core.ids import RequestId
 from kvherd.wire.openai.errors import error_body
 
@@ -28,22 +29,36 @@ class ClientLeft(Exception):
     """Nobody reads the answer any more."""
 
 
-async def body_within(request: Request, limit_bytes: int) -> bytes:
-    """The whole body. Raises `BodyTooLarge` as soon as it is."""
+async def body_within(request: Request, limit_bytes: int, *, within_s: float) -> bytes:
+    """The whole body. Raises `BodyTooLarge` as soon as it is, `CallerTooSlow`, or `ClientLeft`."""
     length = request.headers.get("content-length", "")
     if length.isdigit() and int(length) > limit_bytes:
         raise BodyTooLarge(limit_bytes)
     body = bytearray()
-    async for piece in request.stream():
-        body += piece
-        if len(body) > limit_bytes:
-            raise BodyTooLarge(limit_bytes)
+    try:
+        async with asyncio.timeout(within_s):
+            async for piece in request.stream():
+                body += piece
+                if len(body) > limit_bytes:
+                    raise BodyTooLarge(limit_bytes)
+    except TimeoutError:
+        raise CallerTooSlow("body", within_s) from None
+    except ClientDisconnect:
+        raise ClientLeft from None
     return bytes(body)
 
 
-def request_id(request: Request) -> RequestId:
-    """The caller's name for this request, or a new one."""
-    return RequestId(request.headers.get(REQUEST_ID_HEADER) or f"req-{uuid.uuid4().hex}")
+def new_request_id(kind: str) -> RequestId:
+    """A name for a generation. Never the caller's own: he may use one X-Request-Id for several tries at once."""
+    return RequestId(f"{kind}-{uuid.uuid4().hex}")
+
+
+async def not_served(request: Request, error: Exception) -> Response:
+    """The answer for a path or a method that is not served."""
+    status = error.status_code if isinstance(error, HTTPException) else 500
+    message = f"{request.method} {request.url.path} is not served here"
+    fields = {"message": message, "type": "invalid_request_error", "param": None, "code": "not_served"}
+    return JSONResponse({"error": fields}, status, headers=getattr(error, "headers", None))
 
 
 def refusal(error: Exception) -> Response:
