@@ -94,6 +94,13 @@ def test_a_worker_that_is_down_is_shown_and_costs_the_exit_code(
     assert capsys.readouterr().out.splitlines()[-1].split() == ["http://b", "-", "-", "down", "0", "-", "-", "-"]
 
 
+def test_a_cache_that_is_not_known_is_shown_with_its_reason(
+    gateway_that_says: Says, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run("workers", "--gateway", gateway_that_says(200, {"workers": [CAT]})) == 0
+    assert "quarantined: a gap" in capsys.readouterr().out
+
+
 def test_a_program_gets_the_gateway_s_own_json(gateway_that_says: Says, capsys: pytest.CaptureFixture[str]) -> None:
     answer = {"workers": [ANN]}
     assert run("workers", "--json", "--gateway", gateway_that_says(200, answer)) == 0

@@ -41,12 +41,7 @@ def command(
 
 def _row(worker: dict[str, Any]) -> list[object]:
     kv = worker.get("kv") or {}
-    facts = [worker.get(name) for name in ("url", "kind")]
+    told = f"{kv.get('state')}: {kv['reason']}" if kv.get("reason") else kv.get("state")
     models = ", ".join(worker.get("models") or ())
-    return [
-        *facts,
-        models,
-        *(worker.get(name) for name in ("state", "running", "waiting")),
-        kv.get("state"),
-        kv.get("blocks"),
-    ]
+    first, last = ("url", "kind"), ("state", "running", "waiting")
+    return [*map(worker.get, first), models, *map(worker.get, last), told, kv.get("blocks")]
