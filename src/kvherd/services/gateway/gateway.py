@@ -1,0 +1,153 @@
+"""The gateway as one thing: relay, fleet, followers, orders and their edges, started and stopped together."""
+
+import asyncio
+import secrets
+from collections.abc import Callable
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Protocol, Self
+
+from kvherd.core.ids import WorkerId
+from kvherd.core.kv.hashing import PrefixHasher
+from kvherd.core.kv.index import PrefixIndex
+from kvherd.core.routing.candidate import KvKnowledge
+from kvherd.core.routing.policy import Weights, make_policy
+from kvherd.services.gateway.admin import build_app
+from kvherd.services.gateway.chat import DataPath, PathConfig
+from kvherd.services.gateway.console import Console
+from kvherd.services.gateway.credit import Credit
+from kvherd.services.gateway.fleet import (
+    FeedFactory,
+    Fleet,
+    FleetConfig,
+    Following,
+    TokenizerFactory,
+    WorkerFactory,
+    WorkerSpec,
+)
+from kvherd.services.gateway.grpc import GatewayGrpc
+from kvherd.services.gateway.metrics import GatewayMetrics
+from kvherd.services.gateway.relay.edge import RelayLimits
+from kvherd.services.gateway.relay.server import RelayServer
+from kvherd.wire.fleet_json import KvView
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GatewayConfig:
+    """What an operator decides about one gateway. Port 0 takes a free one."""
+
+    host: str = "127.0.0.1"
+    port: int = 8080
+    grpc_port: int = 8081
+    workers: tuple[WorkerSpec, ...] = ()
+    policy: str = "kv"
+    weights: Weights = field(default_factory=Weights)
+    admin_key: str | None = field(default=None, repr=False)
+    fleet: FleetConfig = field(default_factory=FleetConfig)
+    path: PathConfig = field(default_factory=PathConfig)
+    limits: RelayLimits = field(default_factory=RelayLimits)
+
+
+class Followers(Following, Protocol):
+    """Keeps an index true to the KV events of the workers it was given, while it is entered."""
+
+    async def __aenter__(self) -> Self: ...
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+
+    def view(self, worker: WorkerId) -> KvView:
+        """What is known of a worker's KV cache; state `unfollowed` if it was not given."""
+        ...
+
+    def flushed(self, worker: WorkerId) -> None:
+        """That worker has obeyed an ordered flush: it holds nothing that was published before."""
+        ...
+
+
+class Gateway:
+    """Serves from entering to leaving.
+
+    Entering raises an `OperatorError` when something cannot start, and then leaves nothing behind. It does not wait
+    for workers: those that are not up are tried again and again. Leaving drains: no new request is taken, answers
+    under way end within their bounds.
+    """
+
+    def __init__(
+        self,
+        config: GatewayConfig,
+        *,
+        worker_factory: WorkerFactory,
+        feed_factory: FeedFactory,
+        tokenizer_factory: TokenizerFactory,
+        followers: Callable[[PrefixIndex], Followers],
+    ) -> None:
+        self._config = config
+        self._policy = make_policy(config.policy, config.weights)
+        self._worker_factory = worker_factory
+        self._feed_factory = feed_factory
+        self._tokenizer_factory = tokenizer_factory
+        self._followers = followers
+
+    @property
+    def port(self) -> int:
+        return self._relay.port
+
+    @property
+    def grpc_port(self) -> int:
+        return self._grpc.port
+
+    async def __aenter__(self) -> Self:
+        async with AsyncExitStack() as starting:
+            await self._start(starting)
+            self._stack = starting.pop_all()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._stack.__aexit__(kind, error, trace)
+
+    async def _start(self, stack: AsyncExitStack) -> None:
+        """Inside out, so that what stops first is what takes requests."""
+        config, metrics = self._config, GatewayMetrics()
+        index = PrefixIndex(PrefixHasher(secrets.token_bytes(32)))
+        followers = await stack.enter_async_context(self._followers(index))
+        credit = Credit(index, lambda worker: _knowledge(followers.view(worker)))
+        fleet = await stack.enter_async_context(
+            Fleet(
+                worker_factory=self._worker_factory,
+                feed_factory=self._feed_factory,
+                tokenizer_factory=self._tokenizer_factory,
+                following=followers,
+                config=config.fleet,
+                on_restart=credit.cleared,
+            )
+        )
+
+        def flushed(worker: WorkerId) -> None:
+            followers.flushed(worker)
+            credit.cleared(worker)
+
+        console = Console(fleet=fleet, kv=followers.view, flushed=flushed, metrics=metrics, admin_key=config.admin_key)
+        metrics.watch(fleet.roster, followers.view, asyncio.get_running_loop().time)
+        path = DataPath(fleet=fleet, policy=self._policy, credit=credit, metrics=metrics, config=config.path)
+        app = build_app(console, policy=config.policy)
+        for spec in config.workers:
+            fleet.add(spec)
+        self._grpc = await stack.enter_async_context(GatewayGrpc(console, host=config.host, port=config.grpc_port))
+        relay = RelayServer(path, app, host=config.host, port=config.port, limits=config.limits)
+        self._relay = await stack.enter_async_context(relay)
+
+
+def _knowledge(view: KvView) -> KvKnowledge:
+    """Credit is for what is proved: a follower that has begun and does not know yet counts as quarantined."""
+    match view.state:
+        case "live":
+            return KvKnowledge.KNOWN
+        case "unfollowed" | "unsupported":
+            return KvKnowledge.UNTOLD
+        case _:
+            return KvKnowledge.QUARANTINED
