@@ -17,6 +17,7 @@ import sys
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 OUT = Path(__file__).parent / "out" / "herd.json"
 START_DEADLINE_S = 120.0
@@ -65,7 +66,8 @@ def chat(port: int, text: str) -> Answer:
     response = connection.getresponse()
     if response.status != 200:
         raise SystemExit(f"the chat answered {response.status}: {response.read().decode()}")
-    ttft_s, usage = 0.0, {}
+    ttft_s = 0.0
+    usage: dict[str, Any] = {}
     for line in response:
         if not line.startswith(b"data: {"):
             continue
