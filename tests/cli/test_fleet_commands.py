@@ -31,6 +31,7 @@ BOB: dict[str, Any] = {
     "running": 0,
     "kv": None,
 }
+CAT: dict[str, Any] = ANN | {"kv": {"state": "quarantined", "blocks": 0, "reason": "a gap"}}
 
 Says = Callable[[int, object], str]
 
