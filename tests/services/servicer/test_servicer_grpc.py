@@ -17,6 +17,7 @@ from smg_grpc_proto.generated import sglang_scheduler_pb2 as pb
 
 from kvherd.core.errors import PortInUse
 from kvherd.core.ids import Rank
+from kvherd.testing.patience import until
 from kvherd.testing.scheduler import FakeScheduler, answer_token, rank_facts
 
 pytestmark = pytest.mark.net
@@ -48,12 +49,6 @@ async def refused(code: str, *words: str) -> AsyncIterator[None]:
 
 async def read(call: Any) -> list[pb.GenerateResponse]:
     return [message async for message in call]
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(3):
-        while not condition():  # noqa: ASYNC110 - what is looked at is no event
-            await asyncio.sleep(0.002)
 
 
 # --- Generate ----------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ import httpx
 import pytest
 
 from kvherd.core.ids import Rank
+from kvherd.testing.patience import until
 from kvherd.testing.scheduler import FakeScheduler, answer_token, rank_facts
 
 pytestmark = pytest.mark.net
@@ -29,12 +30,6 @@ def text(**more: object) -> dict[str, object]:
 
 def said(prompt: list[int], count: int = 5) -> str:
     return bytes(answer_token(prompt, index) for index in range(count)).decode()
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(3):
-        while not condition():  # noqa: ASYNC110 - what is looked at is no event
-            await asyncio.sleep(0.002)
 
 
 def refusal(answer: httpx.Response) -> str:
