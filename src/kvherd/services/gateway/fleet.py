@@ -153,7 +153,7 @@ class Fleet:
         """A request there failed: a passive sign. The worker is probed at once to be sure."""
         member.failures_total += 1
         member.breaker.failed(self._now_s(), self._dice())
-        member.health.failed(str(error))
+        member.health.failed(_why(error))
         if member.worker in self._wakes:
             self._wakes[member.worker].set()
 
@@ -196,7 +196,7 @@ class Fleet:
             member.problem = f"gave no answer within {self._config.detect_deadline_s:g} s"
             return False
         except WorkerError as error:
-            member.problem = str(error)
+            member.problem = _why(error)
             return False
         self._enrol(member, facts)
         return True
@@ -237,9 +237,9 @@ class Fleet:
                 await worker.probe()
         except TimeoutError:
             late = WorkerTimedOut(member.worker, self._config.probe_deadline_s)
-            member.health.failed(str(late))
+            member.health.failed(_why(late))
         except WorkerError as error:
-            member.health.failed(str(error), certain=isinstance(error, WorkerUnreachable))
+            member.health.failed(_why(error), certain=isinstance(error, WorkerUnreachable))
         else:
             if isinstance(before, Down):
                 if not await self._detect(member, worker):
@@ -303,6 +303,11 @@ def normal_url(url: str, field: str, *, schemes: tuple[str, ...] = ("grpc", "htt
         raise OptionInvalid(field, f"{host} is a link-local address, which no worker may have")
     named = f"[{host}]" if ":" in host else host
     return f"{parts.scheme}://{named}{f':{port}' if port else ''}{parts.path.rstrip('/')}"
+
+
+def _why(error: WorkerError) -> str:
+    """The error's sentence without the worker's name, which stands beside it wherever it is shown."""
+    return str(error).removeprefix(f"{error.worker} ")
 
 
 def _log_change(member: Member, *, was_up: bool) -> None:
