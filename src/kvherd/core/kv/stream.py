@@ -72,12 +72,10 @@ class EpochEnded(StreamLost):
 
 @dataclass(eq=False)
 class SubscriberTooSlow(StreamLost):
-    limit_tokens: int
+    reason: str
 
     def __str__(self) -> str:
-        return (
-            f"more events wait to be read than {self.limit_tokens} tokens' worth, the limit here; subscribe from zero"
-        )
+        return f"cut off: {self.reason}; subscribe from zero"
 
 
 @dataclass(eq=False)

@@ -104,7 +104,8 @@ class Subscription:
             try:
                 batch = history.after(self._places[rank])
             except LookupError:
-                raise SubscriberTooSlow(history.limit_tokens) from None
+                reason = f"events worth more than {history.limit_tokens} tokens waited to be read, the limit here"
+                raise SubscriberTooSlow(reason) from None
             if batch is not None:
                 self._places[rank] = batch.sequence
                 return batch
