@@ -86,7 +86,7 @@ class HttpDoor:
 
     async def _complete(self, request: Request, call: ChatCall | CompletionCall) -> Response:
         self._check_model(call.options)
-        name = new_request_id("chatcmpl" if isinstance(call, ChatCall) else "cmpl")
+        name = new_request_id()
         generate = self._generations.generate
         if not call.options.stream:
             work = self._completions.whole(call, request=name, generate=generate)

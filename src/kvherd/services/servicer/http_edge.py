@@ -48,9 +48,9 @@ async def body_within(request: Request, limit_bytes: int, *, within_s: float) ->
     return bytes(body)
 
 
-def new_request_id(kind: str) -> RequestId:
+def new_request_id() -> RequestId:
     """A name for a generation. Never the caller's own: he may use one X-Request-Id for several tries at once."""
-    return RequestId(f"{kind}-{uuid.uuid4().hex}")
+    return RequestId(uuid.uuid4().hex)
 
 
 async def not_served(request: Request, error: Exception) -> Response:
