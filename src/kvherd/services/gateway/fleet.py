@@ -99,7 +99,8 @@ class Fleet:
         for task in (*self._tending.values(), *self._leaving.values()):
             task.cancel()
         try:
-            await self._group.__aexit__(kind, error, trace)
+            # Given the error, the group would wrap it, and a port in use would come out as an exception group.
+            await self._group.__aexit__(None, None, None)
         finally:
             for worker in self._workers.values():
                 await worker.close()
