@@ -95,7 +95,7 @@ class Herd:
         return len(workers) == len(ENGINES) and all(worker["state"] == "up" for worker in workers)
 
     def things_to_try(self) -> str:
-        tool = "kvherd" if shutil.which("kvherd") else sys.argv[0]
+        tool = "kvherd" if shutil.which("kvherd") else os.path.relpath(Path(sys.executable).with_name("kvherd"))
         other = "" if self.gateway_port == 8080 else f" --gateway {self.gateway_url}"
         body = json.dumps(
             {
