@@ -27,7 +27,7 @@ from kvherd.services.gateway.orders import GRACE_S, Addressee, flush_fleet
 OUT = Path(__file__).parent / "out" / "fanout.json"
 GOAL = 1.05
 ANSWERS = {
-    b"/server_info": {"server": "kvherd", "kind": "kvherd", "engine": "kvherd", "block_size": 16},
+    b"/server_info": {"kvherd": {"version": "0"}, "block_size": 16},
     b"/v1/models": {"object": "list", "data": [{"id": "m"}]},
     b"/flush_cache": {"success": True, "message": "cleared"},
 }
