@@ -107,7 +107,7 @@ async def measure(ports: list[int], dead_port: int, args: argparse.Namespace) ->
 
 async def timed(fleet: list[Addressee], timeout_s: float) -> tuple[float, FanoutReport]:
     began = time.perf_counter()
-    report = await flush_fleet(fleet, timeout_s=timeout_s, flushed=lambda _: None)
+    report = await flush_fleet(fleet, timeout_s=timeout_s, flushed=lambda _, __: None)
     return time.perf_counter() - began, report
 
 

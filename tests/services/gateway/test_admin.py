@@ -51,7 +51,7 @@ async def gateway(
     console = Console(
         fleet=fleet,
         kv=lambda _: KvView("live", 7, Epoch("e" * 32)),
-        flushed=lambda _: None,
+        flushed=lambda _, __: None,
         metrics=metrics,
         admin_key=admin_key,
     )

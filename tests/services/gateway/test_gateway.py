@@ -2,58 +2,32 @@
 
 import asyncio
 import socket
-from types import TracebackType
-from typing import Self
+from collections.abc import AsyncIterator
 
 import httpx
 import pytest
 
 from kvherd.core.errors import OptionInvalid, PortInUse
-from kvherd.core.ids import WorkerId
-from kvherd.core.kv.index import PrefixIndex
+from kvherd.core.ids import Epoch, Rank, WorkerId
 from kvherd.ports.completions import Tokenizer
-from kvherd.ports.kv_feed import KvFeed
+from kvherd.ports.kv_feed import FeedItem, Subscribed
 from kvherd.ports.worker import WorkerFacts, WorkerKind
 from kvherd.services.gateway.fleet import WorkerSpec
 from kvherd.services.gateway.gateway import Gateway, GatewayConfig
 from kvherd.testing.tokenizer import ByteTokenizer
 from kvherd.testing.workers import FakeWorker
-from kvherd.wire.fleet_json import KvView
 
 pytestmark = pytest.mark.net
 
 ANN = WorkerId("grpc://ann:1")
 
 
-class FakeFollowers:
-    """Followers that know everything at once; `open` counts those that were entered and not left."""
+class SilentFeed:
+    """A feed that is accepted and tells nothing."""
 
-    open = 0
-
-    def __init__(self, index: PrefixIndex) -> None:
-        self.index = index
-        self.told: list[WorkerId] = []
-
-    async def __aenter__(self) -> Self:
-        FakeFollowers.open += 1
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        FakeFollowers.open -= 1
-
-    def add(self, worker: WorkerId, feed: KvFeed, *, model: str) -> None:
-        self.index.enrol(worker, model=model)
-
-    def remove(self, worker: WorkerId) -> None:
-        self.index.drop(worker)
-
-    def view(self, worker: WorkerId) -> KvView:
-        return KvView("live")
-
-    def flushed(self, worker: WorkerId) -> None:
-        self.told.append(worker)
+    async def subscribe(self, cursors: dict[Rank, int], epoch: Epoch | None) -> AsyncIterator[FeedItem]:
+        yield Subscribed(Epoch("e" * 32))
+        await asyncio.Event().wait()
 
 
 def gateway(worker: FakeWorker, *, port: int = 0, grpc_port: int = 0, policy: str = "kv") -> Gateway:
@@ -64,9 +38,8 @@ def gateway(worker: FakeWorker, *, port: int = 0, grpc_port: int = 0, policy: st
     return Gateway(
         config,
         worker_factory=lambda _: worker,
-        feed_factory=lambda _: None,  # type: ignore[arg-type,return-value]
+        feed_factory=lambda _: SilentFeed(),
         tokenizer_factory=tokenizer,
-        followers=FakeFollowers,
     )
 
 
@@ -110,7 +83,6 @@ async def test_a_port_in_use_is_named_and_leaves_nothing_behind(which: str) -> N
         with pytest.raises(PortInUse) as caught:
             await gateway(fake(), **{which: port}).__aenter__()
     assert (caught.value.port, caught.value.option) == (port, "--port" if which == "port" else "--grpc-port")
-    assert FakeFollowers.open == 0
     assert len(asyncio.all_tasks()) == 1
 
 

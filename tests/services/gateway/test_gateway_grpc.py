@@ -55,7 +55,7 @@ async def served(*workers: FakeWorker, admin_key: str | None = None) -> AsyncIte
     console = Console(
         fleet=fleet,
         kv=lambda _: KvView("live", 3),
-        flushed=lambda _: None,
+        flushed=lambda _, __: None,
         metrics=GatewayMetrics(),
         admin_key=admin_key,
     )

@@ -16,7 +16,7 @@ ANN, BOB, CAT = WorkerId("http://ann"), WorkerId("http://bob"), WorkerId("grpc:/
 
 async def flush(*workers: FakeWorker, timeout_s: float = 30.0, **bounds: float) -> FanoutReport:
     fleet = [Addressee(worker, "fake") for worker in workers]
-    return await flush_fleet(fleet, timeout_s=timeout_s, flushed=lambda _: None, **bounds)  # type: ignore[arg-type]
+    return await flush_fleet(fleet, timeout_s=timeout_s, flushed=lambda _, __: None, **bounds)  # type: ignore[arg-type]
 
 
 def now_s() -> float:
@@ -130,7 +130,7 @@ async def test_a_defect_in_one_adapter_costs_that_worker_alone() -> None:
 async def test_only_those_that_obeyed_are_said_to_be_flushed() -> None:
     told: list[WorkerId] = []
     fleet = [Addressee(FakeWorker(ANN), ""), Addressee(FakeWorker(BOB, fails=WorkerUnreachable(BOB)), "")]
-    await flush_fleet(fleet, timeout_s=0.0, flushed=told.append)
+    await flush_fleet(fleet, timeout_s=0.0, flushed=lambda worker, _: told.append(worker))
     assert told == [ANN]
 
 

@@ -12,7 +12,7 @@ from kvherd.core.fleet.roster import Member
 from kvherd.core.ids import WorkerId
 from kvherd.services.gateway.fleet import Fleet, WorkerSpec
 from kvherd.services.gateway.metrics import GatewayMetrics
-from kvherd.services.gateway.orders import flush_fleet
+from kvherd.services.gateway.orders import Flushed, flush_fleet
 from kvherd.wire.fleet_json import Json, KvView, worker_entry
 
 LONGEST_FLUSH_S = 3600.0
@@ -26,7 +26,7 @@ class Console:
         *,
         fleet: Fleet,
         kv: Callable[[WorkerId], KvView],
-        flushed: Callable[[WorkerId], None],
+        flushed: Flushed,
         metrics: GatewayMetrics,
         admin_key: str | None = None,
     ) -> None:

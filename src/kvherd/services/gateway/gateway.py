@@ -2,16 +2,14 @@
 
 import asyncio
 import secrets
-from collections.abc import Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Protocol, Self
+from typing import Self
 
 from kvherd.core.ids import WorkerId
 from kvherd.core.kv.hashing import PrefixHasher
 from kvherd.core.kv.index import PrefixIndex
-from kvherd.core.routing.candidate import KvKnowledge
 from kvherd.core.routing.policy import Weights, make_policy
 from kvherd.services.gateway.admin import build_app
 from kvherd.services.gateway.chat import DataPath, PathConfig
@@ -21,11 +19,11 @@ from kvherd.services.gateway.fleet import (
     FeedFactory,
     Fleet,
     FleetConfig,
-    Following,
     TokenizerFactory,
     WorkerFactory,
     WorkerSpec,
 )
+from kvherd.services.gateway.follow import Followers
 from kvherd.services.gateway.grpc import GatewayGrpc
 from kvherd.services.gateway.metrics import GatewayMetrics
 from kvherd.services.gateway.relay.edge import RelayLimits
@@ -49,24 +47,6 @@ class GatewayConfig:
     limits: RelayLimits = field(default_factory=RelayLimits)
 
 
-class Followers(Following, Protocol):
-    """Keeps an index true to the KV events of the workers it was given, while it is entered."""
-
-    async def __aenter__(self) -> Self: ...
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None: ...
-
-    def view(self, worker: WorkerId) -> KvView:
-        """What is known of a worker's KV cache; state `unfollowed` if it was not given."""
-        ...
-
-    def flushed(self, worker: WorkerId) -> None:
-        """That worker has obeyed an ordered flush: it holds nothing that was published before."""
-        ...
-
-
 class Gateway:
     """Serves from entering to leaving.
 
@@ -82,14 +62,12 @@ class Gateway:
         worker_factory: WorkerFactory,
         feed_factory: FeedFactory,
         tokenizer_factory: TokenizerFactory,
-        followers: Callable[[PrefixIndex], Followers],
     ) -> None:
         self._config = config
         self._policy = make_policy(config.policy, config.weights)
         self._worker_factory = worker_factory
         self._feed_factory = feed_factory
         self._tokenizer_factory = tokenizer_factory
-        self._followers = followers
 
     @property
     def port(self) -> int:
@@ -114,8 +92,10 @@ class Gateway:
         """Inside out, so that what stops first is what takes requests."""
         config, metrics = self._config, GatewayMetrics()
         index = PrefixIndex(PrefixHasher(secrets.token_bytes(32)))
-        followers = await stack.enter_async_context(self._followers(index))
-        credit = Credit(index, lambda worker: _knowledge(followers.view(worker)))
+        followers = await Followers(index).__aenter__()
+        # Not entered on the stack: given an error, a task group would wrap it, and a port in use would be a group.
+        stack.push_async_callback(followers.__aexit__, None, None, None)
+        credit = Credit(index, followers.knowledge)
         fleet = await stack.enter_async_context(
             Fleet(
                 worker_factory=self._worker_factory,
@@ -127,12 +107,16 @@ class Gateway:
             )
         )
 
-        def flushed(worker: WorkerId) -> None:
-            followers.flushed(worker)
+        def kv(worker: WorkerId) -> KvView:
+            report = followers.report(worker)
+            return KvView(report.state.value, report.blocks, report.epoch, report.reason)
+
+        def flushed(worker: WorkerId, ordered_s: float) -> None:
+            followers.flushed(worker, ordered_s=ordered_s)
             credit.cleared(worker)
 
-        console = Console(fleet=fleet, kv=followers.view, flushed=flushed, metrics=metrics, admin_key=config.admin_key)
-        metrics.watch(fleet.roster, followers.view, asyncio.get_running_loop().time)
+        console = Console(fleet=fleet, kv=kv, flushed=flushed, metrics=metrics, admin_key=config.admin_key)
+        metrics.watch(fleet.roster, kv, asyncio.get_running_loop().time)
         path = DataPath(fleet=fleet, policy=self._policy, credit=credit, metrics=metrics, config=config.path)
         app = build_app(console, policy=config.policy)
         for spec in config.workers:
@@ -140,14 +124,3 @@ class Gateway:
         self._grpc = await stack.enter_async_context(GatewayGrpc(console, host=config.host, port=config.grpc_port))
         relay = RelayServer(path, app, host=config.host, port=config.port, limits=config.limits)
         self._relay = await stack.enter_async_context(relay)
-
-
-def _knowledge(view: KvView) -> KvKnowledge:
-    """Credit is for what is proved: a follower that has begun and does not know yet counts as quarantined."""
-    match view.state:
-        case "live":
-            return KvKnowledge.KNOWN
-        case "unfollowed" | "unsupported":
-            return KvKnowledge.UNTOLD
-        case _:
-            return KvKnowledge.QUARANTINED

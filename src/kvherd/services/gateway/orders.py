@@ -23,6 +23,10 @@ GRACE_S = 5.0
 """What a worker gets beyond the time the engine may wait: connecting, sending and answering."""
 
 
+Flushed = Callable[[WorkerId, float], None]
+"""Told which worker has obeyed a flush, and when the order was sent to it, by the event loop's clock."""
+
+
 @dataclass(frozen=True, slots=True)
 class Addressee:
     """A worker and what it turned out to be (empty: not detected yet)."""
@@ -50,7 +54,7 @@ async def flush_fleet(
     fleet: Sequence[Addressee],
     *,
     timeout_s: float,
-    flushed: Callable[[WorkerId], None],
+    flushed: Flushed,
     at_once: int = 32,
     in_flight: int = 1024,
     opening_s: float = 1.0,
@@ -67,7 +71,7 @@ async def flush_fleet(
     async def order(to: Addressee) -> WorkerResult:
         try:
             async with asyncio.timeout_at(started_s + deadline_s), slots.flying:
-                answer = await _flush_in_slot(to.worker, slots, timeout_s=timeout_s)
+                ordered_s, answer = await _flush_in_slot(to.worker, slots, timeout_s=timeout_s)
         except TimeoutError:
             late = WorkerTimedOut(to.worker.id, deadline_s)
             return _result(to, Outcome.TIMED_OUT, str(late), started_s)
@@ -77,7 +81,7 @@ async def flush_fleet(
             log.exception("flush of %s failed unforeseen", to.worker.id)
             return _result(to, Outcome.FAILED, public_message(error), started_s)
         if answer.done:
-            flushed(to.worker.id)
+            flushed(to.worker.id, ordered_s)
         return _answered(to, answer, started_s)
 
     async with asyncio.TaskGroup() as group:
@@ -85,10 +89,10 @@ async def flush_fleet(
     return FanoutReport(tuple(task.result() for task in tasks))
 
 
-async def _flush_in_slot(worker: Worker, slots: _Slots, *, timeout_s: float) -> FlushAnswer:
-    """Flush one worker, holding one of the opening slots no longer than its opening takes."""
+async def _flush_in_slot(worker: Worker, slots: _Slots, *, timeout_s: float) -> tuple[float, FlushAnswer]:
+    """Flush one worker, holding an opening slot no longer than its opening takes; tells when it was ordered."""
     await slots.opening.acquire()
-    held = True
+    loop, held = asyncio.get_running_loop(), True
 
     def give_back() -> None:
         nonlocal held
@@ -96,9 +100,10 @@ async def _flush_in_slot(worker: Worker, slots: _Slots, *, timeout_s: float) -> 
             held = False
             slots.opening.release()
 
-    timer = asyncio.get_running_loop().call_later(slots.opening_s, give_back)
+    ordered_s = loop.time()
+    timer = loop.call_later(slots.opening_s, give_back)
     try:
-        return await worker.flush(timeout_s=timeout_s, opened=give_back)
+        return ordered_s, await worker.flush(timeout_s=timeout_s, opened=give_back)
     finally:
         timer.cancel()
         give_back()
