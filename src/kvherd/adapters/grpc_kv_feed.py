@@ -4,7 +4,7 @@ The call is the same in SGLang's and vLLM's engine protocol; which one a server 
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncGenerator, Iterable, Sequence
 from contextlib import suppress
 from typing import Final
 
@@ -45,7 +45,7 @@ class GrpcKvFeed:
         self._credentials = credentials
         self._methods: tuple[str, ...] = METHODS
 
-    async def subscribe(self, cursors: dict[Rank, int], epoch: Epoch | None) -> AsyncIterator[FeedItem]:
+    async def subscribe(self, cursors: dict[Rank, int], epoch: Epoch | None) -> AsyncGenerator[FeedItem, None]:
         start, metadata = encode_subscribe(cursors, epoch)
         request = pb.SubscribeKvEventsRequest(start_sequence_number=start)
         async with self._channel() as channel:

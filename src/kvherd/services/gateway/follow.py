@@ -1,0 +1,242 @@
+"""Followers: one for each worker that publishes KV events, keeping the index true to them, or the worker out of it.
+
+A worker has credit while its stream is live, and for `grace_s` after its connection broke. Whatever else ends a stream
+takes the credit away at once, until the state was told again. A wrong index is worse than an empty one.
+"""
+
+import asyncio
+import logging
+import random
+import time
+from collections.abc import Callable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Self
+
+from kvherd.core.ids import PrefixHash, WorkerId
+from kvherd.core.kv.index import Holder, PrefixIndex
+from kvherd.core.kv.reactions import BackOff, FollowState, Pause, reaction_to
+from kvherd.core.kv.stream import KvStreamError, StreamBroken
+from kvherd.core.routing.candidate import KvKnowledge
+from kvherd.ports.kv_feed import KvFeed, Subscribed
+from kvherd.services.gateway.follow_stream import Following, Gap
+from kvherd.wire.fleet_json import KvView
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class FollowOptions:
+    """`grace_s`: how long credit outlives a connection. `accept_s`: how long a server may take to accept.
+
+    `first_pause_s` to `most_pause_s`: the back-off. `long_pause_s`: the pause after what only an operator can mend.
+    `skew_s`: how much an engine host's clock may be ahead of this one's.
+    """
+
+    grace_s: float = 5.0
+    accept_s: float = 10.0
+    first_pause_s: float = 0.1
+    most_pause_s: float = 5.0
+    long_pause_s: float = 30.0
+    skew_s: float = 2.0
+
+
+class Followers:
+    """An async context manager that owns a task for each worker it was given.
+
+    `clock` must be the event loop's; `wall` is compared with the time stamps of engines.
+    """
+
+    def __init__(
+        self,
+        index: PrefixIndex,
+        *,
+        options: FollowOptions | None = None,
+        dice: Callable[[], float] = random.random,
+        clock: Callable[[], float] | None = None,
+        wall: Callable[[], float] = time.time,
+    ) -> None:
+        self.index = index
+        self._options = options or FollowOptions()
+        self._dice = dice
+        self._clock = clock or (lambda: asyncio.get_running_loop().time())
+        self._wall = wall
+        self._followers: dict[WorkerId, _Follower] = {}
+        self._tasks: dict[WorkerId, asyncio.Task[None]] = {}
+        self._group = asyncio.TaskGroup()
+
+    async def __aenter__(self) -> Self:
+        await self._group.__aenter__()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for worker in list(self._followers):
+            self.remove(worker)
+        await self._group.__aexit__(kind, error, trace)
+
+    def add(self, worker: WorkerId, feed: KvFeed, *, model: str) -> None:
+        """Follow a worker; `model` is the name its prefixes are hashed under. One followed already starts over."""
+        self.remove(worker)
+        self.index.enrol(worker, model=model)
+        following = Following(worker, self.index, self._options.skew_s)
+        follower = _Follower(following, feed, self._options, self._dice, self._clock)
+        self._followers[worker] = follower
+        self._tasks[worker] = self._group.create_task(follower.run(), name=f"follow {worker}")
+
+    def remove(self, worker: WorkerId) -> None:
+        """Forget the worker and all that it holds, at once; one that is not followed is ignored."""
+        if worker in self._followers:
+            self._tasks.pop(worker).cancel()
+            del self._followers[worker]
+            self.index.drop(worker)
+
+    def state(self, worker: WorkerId) -> FollowState:
+        """A worker that is not followed is `UNSUPPORTED`."""
+        follower = self._followers.get(worker)
+        return FollowState.UNSUPPORTED if follower is None else follower.state
+
+    def credit(self, worker: WorkerId) -> bool:
+        """Whether what the index says of this worker may be believed."""
+        return self.state(worker) is FollowState.LIVE
+
+    def knowledge(self, worker: WorkerId) -> KvKnowledge:
+        """The same, as routing puts it."""
+        match self.state(worker):
+            case FollowState.UNSUPPORTED:
+                return KvKnowledge.UNTOLD
+            case FollowState.LIVE:
+                return KvKnowledge.KNOWN
+            case _:
+                return KvKnowledge.QUARANTINED
+
+    def view(self, worker: WorkerId) -> KvView:
+        """What is known of a worker's cache; state `unfollowed` if it was not given. `reason` says why it is not live,
+        or what ended its last stream.
+        """
+        follower = self._followers.get(worker)
+        if follower is None:
+            return KvView("unfollowed")
+        blocks = self.index.worker_blocks(worker)
+        return KvView(follower.state.value, blocks, follower.following.epoch, follower.reason)
+
+    def match(self, chain: Sequence[PrefixHash]) -> dict[Holder, int]:
+        """As `PrefixIndex.match`, of workers with credit only."""
+        return {holder: blocks for holder, blocks in self.index.match(chain).items() if self.credit(holder.worker)}
+
+    def flushed(self, worker: WorkerId, *, ordered_s: float | None = None) -> None:
+        """Say that this worker obeyed a flush: its entry is cleared at once, and older events that still come are kept
+        out. `ordered_s`: when the order was sent, by the event loop's clock; None is now.
+        """
+        follower = self._followers.get(worker)
+        if follower is not None:
+            now_s = self._clock()
+            ordered_s = now_s if ordered_s is None else ordered_s
+            follower.following.flushed(ordered_s=ordered_s, answered_s=self._wall())
+
+
+class _Follower:
+    """One worker: subscribes, applies, and subscribes again, for ever."""
+
+    def __init__(
+        self,
+        following: Following,
+        feed: KvFeed,
+        options: FollowOptions,
+        dice: Callable[[], float],
+        clock: Callable[[], float],
+    ) -> None:
+        self.following = following
+        self.reason = ""
+        self._feed = feed
+        self._options = options
+        self._dice = dice
+        self._clock = clock
+        self._back_off = BackOff(options.first_pause_s, options.most_pause_s)
+        self._state = FollowState.SUBSCRIBING
+        self._broken_s: float | None = None
+        self._progress = False
+
+    @property
+    def state(self) -> FollowState:
+        """What outlived its connection for too long is quarantined by the clock alone."""
+        if self._broken_s is not None and self._clock() - self._broken_s >= self._options.grace_s:
+            return FollowState.QUARANTINED
+        return self._state
+
+    async def run(self) -> None:
+        while True:
+            pause_s = self._options.long_pause_s
+            try:
+                await self._stream()
+            except KvStreamError as error:
+                pause_s = self._react(error)
+            except (
+                Exception
+            ):  # a defect met in one worker's stream must not end the gateway: that worker gets no credit
+                log.exception("following %s failed unforeseen", self.following.worker)
+                self._forget(FollowState.QUARANTINED, "an unforeseen error; the gateway's log has it")
+            await asyncio.sleep(pause_s)
+
+    async def _stream(self) -> None:
+        self._progress = False
+        following = self.following
+        before = following.told
+        async with aclosing(self._feed.subscribe(following.cursors, following.epoch)) as items:
+            try:
+                async with asyncio.timeout(self._options.accept_s):
+                    first = await anext(items)
+            except TimeoutError:
+                raise StreamBroken(f"no answer within {self._options.accept_s:g} s") from None
+            if not isinstance(first, Subscribed):
+                raise TypeError("a feed yields Subscribed first")
+            following.accepted(first.epoch)
+            self._settle()
+            async for item in items:
+                if isinstance(item, Subscribed):
+                    raise TypeError("a feed yields Subscribed once")
+                following.take(item, now_s=self._clock())
+                self._progress = self._progress or following.told != before
+                self._settle()
+        raise StreamBroken("the stream ended")
+
+    def _settle(self) -> None:
+        """Live, unless a snapshot is under way."""
+        self._state = FollowState.LIVE if self.following.whole else FollowState.REPLAYING
+        self._broken_s = None
+        if self._progress and self.following.whole:
+            self._back_off.succeeded()
+            self.reason = ""
+
+    def _react(self, error: KvStreamError) -> float:
+        """Take the state that this end leaves; how long to pause."""
+        reaction = reaction_to(error)
+        # The same gap again, with nothing in between: the server will not fill it.
+        forget = reaction.forget or (isinstance(error, Gap) and not self._progress)
+        log.warning("KV events of %s: %s", self.following.worker, error)
+        if forget:
+            self._forget(reaction.state, str(error))
+        else:
+            self._keep(error)
+        if reaction.pause is Pause.LONG:
+            return self._options.long_pause_s * (1 - self._dice() / 2)
+        if reaction.pause is Pause.NONE and self._back_off.failures == 0:
+            self._back_off.failures = 1  # at once, but only once: what is then told counts as a success
+            return 0.0
+        return self._back_off.pause_s(self._dice())
+
+    def _keep(self, error: KvStreamError) -> None:
+        """What is known may still be true: resume from it. Credit stays for a while if nothing is known to be amiss."""
+        self.reason = str(error)
+        if isinstance(error, Gap):
+            self._state, self._broken_s = FollowState.REPLAYING, None
+        elif self._state is FollowState.LIVE:
+            self._broken_s = self._clock() if self._broken_s is None else self._broken_s
+        elif self._state is not FollowState.SUBSCRIBING:
+            self._state = FollowState.QUARANTINED
+
+    def _forget(self, state: FollowState, reason: str) -> None:
+        self.following.forget()
+        self._state, self._broken_s, self.reason = state, None, reason
