@@ -51,18 +51,33 @@ class Tokenizer(Protocol):
 
 
 class Completions(Protocol):
-    """Answers OpenAI chat and text completions."""
+    """Answers OpenAI chat and text completions.
+
+    `prompts` may bring what `prompt_ids` gave before, so that it is done once, or in a thread.
+    """
 
     def prompt_ids(self, call: ChatCall | CompletionCall) -> list[list[int]]:
-        """Token ids of each prompt of the call (a chat has one). Raises `CallerError`."""
+        """Token ids of each prompt of the call (a chat has one). Raises `CallerError`. Safe in threads."""
         ...
 
-    async def whole(self, call: ChatCall | CompletionCall, *, request: RequestId, generate: Generate) -> bytes:
+    async def whole(
+        self,
+        call: ChatCall | CompletionCall,
+        *,
+        request: RequestId,
+        generate: Generate,
+        prompts: list[list[int]] | None = None,
+    ) -> bytes:
         """The complete JSON answer. Raises `CallerError` before anything ran; errors of `generate` pass through."""
         ...
 
     def stream(
-        self, call: ChatCall | CompletionCall, *, request: RequestId, generate: Generate
+        self,
+        call: ChatCall | CompletionCall,
+        *,
+        request: RequestId,
+        generate: Generate,
+        prompts: list[list[int]] | None = None,
     ) -> AsyncGenerator[bytes, None]:
         """SSE frames of the answer, ending in `data: [DONE]`; closing it aborts the generation.
 

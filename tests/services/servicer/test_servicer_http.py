@@ -256,6 +256,15 @@ async def test_text_and_chats_are_tokenized_as_they_would_be_computed(doors: Ope
     assert back == {"prompt": "abc"}
 
 
+async def test_a_long_text_is_tokenized_and_computed_like_a_short_one(doors: Opened) -> None:
+    long = "x" * 100_000
+    async with doors(FakeScheduler([rank_facts(max_context_tokens=200_000, capacity_tokens=200_000)])) as at:
+        counted = (await at.http.post("/tokenize", json={"prompt": long})).json()["count"]
+        answer = await at.http.post("/v1/completions", json=text(prompt=long))
+    assert counted == 100_000
+    assert answer.json()["usage"]["prompt_tokens"] == 100_000
+
+
 async def test_tokens_that_do_not_exist_are_refused(doors: Opened) -> None:
     async with doors() as at:
         strange = await at.http.post("/detokenize", json={"tokens": [4711]})

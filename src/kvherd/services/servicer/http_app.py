@@ -1,6 +1,9 @@
 """The engine's HTTP door: OpenAI's calls, vLLM's tokenizer calls, SGLang's flush, and what it says of itself."""
 
+import asyncio
 from collections.abc import Awaitable, Callable
+from functools import partial
+from typing import TypeVar
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -29,7 +32,12 @@ from kvherd.services.servicer.http_edge import (
 )
 from kvherd.services.servicer.metrics import CONTENT_TYPE, EngineMetrics
 from kvherd.wire.openai.requests import decode_chat, decode_completion
-from kvherd.wire.openai.tokens import decode_detokenize, decode_tokenize
+from kvherd.wire.openai.tokens import TokenizeText, decode_detokenize, decode_tokenize
+
+T = TypeVar("T")
+
+LONG_BODY_BYTES = 16 * 2**10
+"""A body of this size takes the tokenizer some milliseconds."""
 
 
 class HttpDoor:
@@ -79,20 +87,23 @@ class HttpDoor:
     # --- generation ------------------------------------------------------------
 
     async def chat(self, request: Request) -> Response:
-        return await self._complete(request, decode_chat(await self._body(request)))
+        body = await self._body(request)
+        return await self._complete(request, decode_chat(body), size_bytes=len(body))
 
     async def text(self, request: Request) -> Response:
-        return await self._complete(request, decode_completion(await self._body(request)))
+        body = await self._body(request)
+        return await self._complete(request, decode_completion(body), size_bytes=len(body))
 
-    async def _complete(self, request: Request, call: ChatCall | CompletionCall) -> Response:
+    async def _complete(self, request: Request, call: ChatCall | CompletionCall, *, size_bytes: int) -> Response:
         self._check_model(call.options)
+        prompts = await _off_the_loop(size_bytes, partial(self._completions.prompt_ids, call))
         name = new_request_id()
         generate = self._generations.generate
         if not call.options.stream:
-            work = self._completions.whole(call, request=name, generate=generate)
+            work = self._completions.whole(call, request=name, generate=generate, prompts=prompts)
             body = await unless_client_leaves(request.receive, work)
             return Response(body, media_type="application/json")
-        frames = self._completions.stream(call, request=name, generate=generate)
+        frames = self._completions.stream(call, request=name, generate=generate, prompts=prompts)
         # What can be refused is refused before the first frame, and then it still has a status of its own.
         first = await unless_client_leaves(request.receive, anext(frames))
         return FrameStream(first, frames)
@@ -104,13 +115,16 @@ class HttpDoor:
     # --- tokens ------------------------------------------------------------------
 
     async def tokenize(self, request: Request) -> Response:
-        call = decode_tokenize(await self._body(request))
-        if isinstance(call, ChatCall):
-            token_ids = self._tokenizer.encode(self._tokenizer.render_chat(call))
-        else:
-            token_ids = self._tokenizer.encode(call.prompt, add_special_tokens=call.add_special_tokens)
+        body = await self._body(request)
+        call = decode_tokenize(body)
+        token_ids = await _off_the_loop(len(body), partial(self._token_ids, call))
         limit = self._scheduler.ranks[0].max_context_tokens
         return json_answer({"count": len(token_ids), "max_model_len": limit, "tokens": token_ids})
+
+    def _token_ids(self, call: ChatCall | TokenizeText) -> list[int]:
+        if isinstance(call, ChatCall):
+            return self._tokenizer.encode(self._tokenizer.render_chat(call))
+        return self._tokenizer.encode(call.prompt, add_special_tokens=call.add_special_tokens)
 
     async def detokenize(self, request: Request) -> Response:
         token_ids = decode_detokenize(await self._body(request))
@@ -193,6 +207,11 @@ class HttpDoor:
         if report.silent:
             raise OrderTimedOut(OrderId("state"), tuple(report.silent), 5.0)
         return report
+
+
+async def _off_the_loop(size_bytes: int, tokenize: Callable[[], T]) -> T:
+    """Tokenize a long text in a thread, so that other requests do not wait for it."""
+    return tokenize() if size_bytes < LONG_BODY_BYTES else await asyncio.to_thread(tokenize)
 
 
 def _timeout(request: Request, limit_s: float) -> float:

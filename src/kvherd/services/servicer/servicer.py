@@ -67,6 +67,9 @@ class Servicer:
         await self._stack.aclose()
 
     async def fail(self, error: EngineError) -> None:
-        """Tell everybody who asks that this engine can serve no more; its streams were ended by the scheduler."""
-        self._facts.failure = error
+        """Tell everybody who asks that this engine can serve no more, for the first reason given.
+
+        Its streams are the scheduler's to end.
+        """
+        self._facts.failure = self._facts.failure or error
         await self._health.set_serving(serving=False)
