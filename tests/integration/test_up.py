@@ -34,7 +34,7 @@ def test_a_herd_answers_and_a_signal_leaves_nothing_of_it(start: Start, number: 
 @pytest.mark.parametrize("option", ["--gateway-port", "--engine-port"])
 def test_a_port_in_use_is_one_line_with_port_and_option(start: Start, option: str) -> None:
     with socket.socket() as listener:
-        listener.bind(("127.0.0.1", free_ports()))
+        listener.bind(("127.0.0.1", 0))
         listener.listen()
         port = listener.getsockname()[1]
         process = start("up", "--model", "tiny", option, str(port), *other_port(option))

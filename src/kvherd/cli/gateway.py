@@ -20,7 +20,6 @@ from kvherd.core.ids import WorkerId
 from kvherd.core.routing.policy import POLICY_NAMES
 from kvherd.ports.worker import Worker
 from kvherd.services.gateway.fleet import WorkerSpec
-from kvherd.services.gateway.follow import Followers
 from kvherd.services.gateway.gateway import Gateway, GatewayConfig
 
 TOKENIZER_DEADLINE_S = 30.0
@@ -92,7 +91,6 @@ async def run_gateway(config: GatewayConfig) -> None:
         config,
         worker_factory=worker_at,
         feed_factory=lambda url: GrpcKvFeed(url.removeprefix("grpc://")),
-        followers=Followers,
         tokenizer_factory=lambda url: fetch_tokenizer(url, TOKENIZER_DEADLINE_S),
     )
     async with gateway:
