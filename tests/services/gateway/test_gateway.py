@@ -2,7 +2,7 @@
 
 import asyncio
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 
 import httpx
 import pytest
@@ -25,7 +25,7 @@ ANN = WorkerId("grpc://ann:1")
 class SilentFeed:
     """A feed that is accepted and tells nothing."""
 
-    async def subscribe(self, cursors: dict[Rank, int], epoch: Epoch | None) -> AsyncIterator[FeedItem]:
+    async def subscribe(self, cursors: dict[Rank, int], epoch: Epoch | None) -> AsyncGenerator[FeedItem, None]:
         yield Subscribed(Epoch("e" * 32))
         await asyncio.Event().wait()
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import secrets
+from collections.abc import Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -62,12 +63,14 @@ class Gateway:
         worker_factory: WorkerFactory,
         feed_factory: FeedFactory,
         tokenizer_factory: TokenizerFactory,
+        followers: Callable[[PrefixIndex], Followers] = Followers,
     ) -> None:
         self._config = config
         self._policy = make_policy(config.policy, config.weights)
         self._worker_factory = worker_factory
         self._feed_factory = feed_factory
         self._tokenizer_factory = tokenizer_factory
+        self._followers = followers
 
     @property
     def port(self) -> int:
@@ -92,7 +95,7 @@ class Gateway:
         """Inside out, so that what stops first is what takes requests."""
         config, metrics = self._config, GatewayMetrics()
         index = PrefixIndex(PrefixHasher(secrets.token_bytes(32)))
-        followers = await Followers(index).__aenter__()
+        followers = await self._followers(index).__aenter__()
         # Not entered on the stack: given an error, a task group would wrap it, and a port in use would be a group.
         stack.push_async_callback(followers.__aexit__, None, None, None)
         credit = Credit(index, followers.knowledge)
