@@ -29,7 +29,6 @@ from kvherd.services.gateway.grpc import GatewayGrpc
 from kvherd.services.gateway.metrics import GatewayMetrics
 from kvherd.services.gateway.relay.edge import RelayLimits
 from kvherd.services.gateway.relay.server import RelayServer
-from kvherd.wire.fleet_json import KvView
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,16 +109,12 @@ class Gateway:
             )
         )
 
-        def kv(worker: WorkerId) -> KvView:
-            report = followers.report(worker)
-            return KvView(report.state.value, report.blocks, report.epoch, report.reason)
-
         def flushed(worker: WorkerId, ordered_s: float) -> None:
             followers.flushed(worker, ordered_s=ordered_s)
             credit.cleared(worker)
 
-        console = Console(fleet=fleet, kv=kv, flushed=flushed, metrics=metrics, admin_key=config.admin_key)
-        metrics.watch(fleet.roster, kv, asyncio.get_running_loop().time)
+        console = Console(fleet=fleet, kv=followers.view, flushed=flushed, metrics=metrics, admin_key=config.admin_key)
+        metrics.watch(fleet.roster, followers.view, asyncio.get_running_loop().time)
         path = DataPath(fleet=fleet, policy=self._policy, credit=credit, metrics=metrics, config=config.path)
         app = build_app(console, policy=config.policy)
         for spec in config.workers:
