@@ -117,14 +117,24 @@ async def _counting_proxy(target: int) -> AsyncIterator[tuple[int, dict[int, int
         except asyncio.IncompleteReadError:
             writer.close()
 
-    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        up_reader, up_writer = await asyncio.open_connection("127.0.0.1", target)
-        await asyncio.gather(copy(reader, up_writer), count(up_reader, writer), return_exceptions=True)
+    open_connections: set[asyncio.Task[None]] = set()
 
-    server = await asyncio.start_server(serve, "127.0.0.1", 0)
-    async with server:
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        connection = asyncio.current_task()
+        assert connection is not None
+        open_connections.add(connection)
+        up_reader, up_writer = await asyncio.open_connection("127.0.0.1", target)
+        try:
+            await asyncio.gather(copy(reader, up_writer), count(up_reader, writer), return_exceptions=True)
+        finally:
+            for each in (writer, up_writer):
+                each.close()
+
+    async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
         yield server.sockets[0].getsockname()[1], frames
-        server.close()
+        for connection in open_connections:
+            connection.cancel()
+        await asyncio.wait(open_connections)
 
 
 @pytest.mark.parametrize(
