@@ -75,3 +75,16 @@ def test_a_model_is_served_while_any_worker_takes_requests_for_it() -> None:
     assert roster.unserved(0.0) == ()
     second.health.failed("gone", certain=True)
     assert roster.unserved(0.0) == ("n",)
+
+
+def test_what_one_worker_shows_is_usual_for_those_that_have_shown_nothing() -> None:
+    roster = Roster()
+    first, second = member("http://a"), member("http://b")
+    roster.join(first)
+    roster.join(second)
+    roster.prefilled(first, 8000, 1.0, now_s=0.0)
+    third = member("http://c")
+    roster.join(third)
+    assert [one.rate.at(0.0) for one in (first, second, third)] == [8000.0] * 3
+    roster.prefilled(second, 2000, 1.0, now_s=0.0)
+    assert [one.rate.at(0.0) for one in (first, second, third)] == [8000.0, 2000.0, 5000.0]

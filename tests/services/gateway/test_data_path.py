@@ -350,7 +350,15 @@ async def test_a_stream_teaches_the_prefill_rate() -> None:
         await it.ask("x" * 400, stream=True)
         member = it.fleet.roster.get(ANN)
         assert member is not None
-        assert member.rate.tokens_per_s == pytest.approx(200.0)
+        assert member.rate.learned == pytest.approx(200.0)
+
+
+async def test_a_worker_that_has_not_shown_its_rate_is_thought_as_fast_as_its_peers() -> None:
+    async with herd(fake(ANN, first_byte_s=0.01), fake(BOB, first_byte_s=0.01)) as it:
+        await it.ask("x" * 4000, stream=True)
+        answer = await it.send({"model": "m", "prompt": "y" * 4000}, headers=((b"x-kvherd-explain", b"1"),))
+    first, second = json.loads(answer.headers["x-kvherd-explain"])["candidates"]
+    assert first["costs_s"]["uncached"] == second["costs_s"]["uncached"] < 0.1
 
 
 @pytest.mark.parametrize(

@@ -118,8 +118,8 @@ class Member:
             in_flight=len(self.in_flight),
             running=self.running,
             waiting=self.waiting,
-            backlog_s=self.backlog.seconds(rate=self.rate.tokens_per_s, now_s=now_s),
-            prefill_tokens_per_s=self.rate.tokens_per_s,
+            backlog_s=self.backlog_s(now_s),
+            prefill_tokens_per_s=self.rate.at(now_s),
             matched_tokens=matched_tokens,
             evicted_tokens=evicted,
             lru_age_s=self.turnover.age_s(self.capacity_tokens, now_s) if evicted else 0.0,
@@ -127,17 +127,21 @@ class Member:
             kv=kv,
         )
 
+    def backlog_s(self, now_s: float) -> float:
+        """Seconds of prefill promised to it and not yet done."""
+        return self.backlog.seconds(rate=self.rate.at(now_s), now_s=now_s)
+
     def begin(self, request: RequestId, *, prompt_tokens: int, uncached_tokens: int, now_s: float) -> float:
         """A request is sent there; answers the tokens of prefill that are to be done before its first token."""
         self.breaker.begin(now_s)
         self.requests_total += 1
         self.in_flight[request] = prompt_tokens
         self.turnover.stored(uncached_tokens, now_s)
-        return self.backlog.add(request, uncached_tokens, rate=self.rate.tokens_per_s, now_s=now_s)
+        return self.backlog.add(request, uncached_tokens, rate=self.rate.at(now_s), now_s=now_s)
 
     def prefilled(self, request: RequestId, *, now_s: float) -> None:
         """Its first token was seen."""
-        self.backlog.end(request, rate=self.rate.tokens_per_s, now_s=now_s)
+        self.backlog.end(request, rate=self.rate.at(now_s), now_s=now_s)
 
     def end(self, request: RequestId, *, now_s: float) -> None:
         """It is no longer under way, whatever became of it."""
@@ -162,6 +166,9 @@ class Roster:
         return len(self._members)
 
     def join(self, member: Member) -> None:
+        peer = next(iter(self._members.values()), None)
+        if peer is not None:
+            member.rate.usual = peer.rate.usual
         self._members[member.worker] = member
 
     def leave(self, worker: WorkerId) -> None:
@@ -173,6 +180,13 @@ class Roster:
     def find(self, name: str) -> Member | None:
         """The member of this URL or slug."""
         return next((one for one in self._members.values() if name in (one.worker, one.slug)), None)
+
+    def prefilled(self, member: Member, tokens: int, seconds: float, now_s: float) -> None:
+        """A member computed `tokens` of prompts in `seconds`: learn its rate, and what is usual among all."""
+        if member.rate.observe(tokens, seconds, now_s):
+            learned = [one.rate.learned for one in self._members.values() if one.rate.observations]
+            for one in self._members.values():
+                one.rate.usual = sum(learned) / len(learned)
 
     def models(self) -> tuple[str, ...]:
         """Every model that a member serves, up or not, in the order in which they were learned."""

@@ -1,30 +1,45 @@
 """How fast a worker computes prompts, learned from its answers."""
 
 from dataclasses import dataclass
+from math import exp2
 
 
 @dataclass(slots=True)
 class PrefillRate:
-    """Tokens a second, smoothed. Starts from a guess that the first observation replaces.
+    """Tokens a second, smoothed.
 
-    A short prefill shows the fixed cost of an answer and not the rate, so fewer than `min_tokens` teach nothing.
+    Until something is learned it is `usual`, the rate of its peers, and what was learned fades towards that: a worker
+    that once seemed slow would otherwise get no prompt again that could prove it fast. A short prefill shows the
+    fixed cost of an answer and not the rate, so fewer than `min_tokens` teach nothing.
     """
 
-    tokens_per_s: float = 1000.0
+    usual: float = 1000.0
     smoothing: float = 0.3
     min_tokens: int = 64
+    half_life_s: float = 120.0
+    learned: float = 0.0
     observations: int = 0
+    _at_s: float = 0.0
 
-    def observe(self, tokens: int, seconds: float) -> None:
-        """`tokens` were computed in `seconds`: this prompt's uncached ones and those promised before it."""
-        if tokens < self.min_tokens or seconds <= 0:
-            return
-        seen = tokens / seconds
+    def at(self, now_s: float) -> float:
+        """The estimate for now."""
         if self.observations == 0:
-            self.tokens_per_s = seen
-        else:
-            self.tokens_per_s += self.smoothing * (seen - self.tokens_per_s)
+            return self.usual
+        weight = exp2(-max(0.0, now_s - self._at_s) / self.half_life_s)
+        return self.usual + weight * (self.learned - self.usual)
+
+    def observe(self, tokens: int, seconds: float, now_s: float) -> bool:
+        """`tokens` were computed in `seconds`: this prompt's uncached ones and those promised before it.
+
+        Answers whether that taught anything.
+        """
+        if tokens < self.min_tokens or seconds <= 0:
+            return False
+        seen, before = tokens / seconds, self.at(now_s)
+        self.learned = seen if self.observations == 0 else before + self.smoothing * (seen - before)
         self.observations += 1
+        self._at_s = now_s
+        return True
 
 
 @dataclass(slots=True)
@@ -49,5 +64,5 @@ class Turnover:
         return capacity_tokens / per_s if per_s > 0 else float("inf")
 
     def _decay(self, now_s: float) -> None:
-        self._tokens *= 0.5 ** (max(0.0, now_s - self._at_s) / self.half_life_s)
+        self._tokens *= exp2(-max(0.0, now_s - self._at_s) / self.half_life_s)
         self._at_s = max(self._at_s, now_s)

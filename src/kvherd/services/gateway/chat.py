@@ -337,7 +337,8 @@ class DataPath:
             prompt_tokens = turn.usage.prompt_tokens if turn.usage else turn.prompt.tokens
             known = turn.predicted if cached is None else cached
             computed = turn.ahead_tokens - turn.uncached + max(0, prompt_tokens - (known or 0))
-            member.rate.observe(int(computed), turn.first_token_at_s - turn.sent_at_s)
+            seconds = turn.first_token_at_s - turn.sent_at_s
+            self._fleet.roster.prefilled(member, int(computed), seconds, self._now_s())
 
     def _now_s(self) -> float:
         return asyncio.get_running_loop().time()

@@ -117,12 +117,12 @@ class _FleetCollector(Collector):
             (
                 "kvherd_worker_backlog_seconds",
                 "Prefill promised to it and not yet done",
-                lambda one: one.backlog.seconds(rate=one.rate.tokens_per_s, now_s=now_s),
+                lambda one: one.backlog_s(now_s),
             ),
             (
                 "kvherd_worker_prefill_tokens_per_second",
                 "Its prefill rate as learned",
-                lambda one: one.rate.tokens_per_s,
+                lambda one: one.rate.at(now_s),
             ),
             (
                 "kvherd_worker_kv_blocks",
