@@ -20,7 +20,7 @@ from kvherd.adapters.zmq_scheduler import ZmqScheduler
 from kvherd.cli.lifetime import until_stopped
 from kvherd.cli.logs import LogLevel, start_logging
 from kvherd.cli.ports import require_free
-from kvherd.core.errors import EngineError, OptionInvalid, SchedulerDied, StartFailed
+from kvherd.core.errors import EngineError, EngineStopping, OptionInvalid, SchedulerDied, StartFailed
 from kvherd.services.engine.rank_plan import ipc_directory, rank_configs
 from kvherd.services.engine.ranks import RankProcesses
 from kvherd.services.kv_relay.relay import KvRelay
@@ -170,6 +170,7 @@ async def run_engine(options: EngineOptions) -> None:
         events = await stack.enter_async_context(KvRelay(feeds))
         servicer = await stack.enter_async_context(options.servicer(model, tokenizer, scheduler, events))
         stack.push_async_callback(scheduler.drain, within_s=DRAIN_S)
+        stack.push_async_callback(servicer.fail, EngineStopping())  # first: who asks for its health goes elsewhere
         log.info("serving %s at grpc://%s:%d and http://%s:%d", *options.doors(model))
         error = await failed
         await servicer.fail(error)
