@@ -1,0 +1,288 @@
+"""Events in, instructions out: one rank's publisher as a sequence that is whole, or void."""
+
+from dataclasses import dataclass, field
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvherd.core.kv.feed import (
+    TRIES,
+    AskReplay,
+    BeginLife,
+    Connected,
+    EndLife,
+    FeedEvent,
+    Forward,
+    Frame,
+    Idle,
+    Instruction,
+    RankFeed,
+    Received,
+    Replaced,
+    Replayed,
+)
+
+
+def frame(number: int, life: str = "a") -> Frame:
+    return Frame(number, f"{life}{number}".encode())
+
+
+def frames(*numbers: int, life: str = "a") -> tuple[Frame, ...]:
+    return tuple(frame(number, life) for number in numbers)
+
+
+def forwarded(instructions: list[Instruction]) -> list[int]:
+    return [one.frame.sequence for one in instructions if isinstance(one, Forward)]
+
+
+def begun(*numbers: int) -> RankFeed:
+    feed = RankFeed()
+    assert feed.handle(Connected()) == [AskReplay(0)]
+    feed.handle(Replayed(frames(*numbers), ended=True))
+    return feed
+
+
+def test_a_life_begins_with_what_the_publisher_has_already_sent() -> None:
+    feed = RankFeed()
+    assert feed.handle(Connected()) == [AskReplay(0)]
+    told = feed.handle(Replayed(frames(0, 1), ended=True))
+    assert told == [BeginLife(0), Forward(frame(0)), Forward(frame(1))]
+    assert feed.handle(Received(frame(2))) == [Forward(frame(2))]
+
+
+def test_a_life_that_is_joined_late_says_how_much_it_lacks() -> None:
+    feed = RankFeed()
+    feed.handle(Connected())
+    assert feed.handle(Replayed(frames(5, 6), ended=True))[0] == BeginLife(5)
+
+
+def test_a_publisher_that_has_sent_nothing_is_known_from_its_birth() -> None:
+    feed = begun()
+    assert feed.last == -1
+    assert feed.handle(Received(frame(1))) == [AskReplay(0)]
+    assert forwarded(feed.handle(Replayed(frames(0, 1), ended=True))) == [0, 1]
+
+
+def test_a_gap_is_asked_for_from_the_last_frame_on_so_that_it_proves_itself() -> None:
+    feed = begun(0, 1)
+    assert feed.handle(Received(frame(4))) == [AskReplay(1)]
+    assert forwarded(feed.handle(Replayed(frames(1, 2, 3, 4, 5), ended=True))) == [2, 3, 4, 5]
+
+
+def test_an_answer_of_another_life_ends_this_one() -> None:
+    feed = begun(0, 1)
+    feed.handle(Received(frame(4, "b")))
+    end, ask = feed.handle(Replayed(frames(1, 2, 3, life="b"), ended=True))
+    assert isinstance(end, EndLife)
+    assert ask == AskReplay(0)
+    assert forwarded(feed.handle(Replayed(frames(0, 1, 2, 3, 4, life="b"), ended=True))) == [0, 1, 2, 3, 4]
+
+
+def test_an_answer_that_loses_the_middle_counts_as_far_as_it_goes() -> None:
+    feed = begun(0, 1)
+    feed.handle(Received(frame(6)))
+    told = feed.handle(Replayed(frames(1, 2, 3), ended=False))
+    assert forwarded(told) == [2, 3]
+    assert told[-1] == AskReplay(3)
+    assert forwarded(feed.handle(Replayed(frames(3, 4, 5, 6), ended=True))) == [4, 5, 6]
+
+
+def test_answers_that_bring_nothing_new_are_asked_for_a_few_times_and_no_more() -> None:
+    feed = begun(0, 1)
+    told = feed.handle(Received(frame(6)))
+    for _ in range(TRIES - 1):
+        assert told == [AskReplay(1)]
+        told = feed.handle(Replayed(frames(1), ended=True))
+    assert told == [AskReplay(1)]
+    end, begin, forward = feed.handle(Replayed(frames(1), ended=True))
+    assert end == EndLife("batches 2 to 5 are lost and no replay brings them")
+    assert (begin, forward) == (BeginLife(6), Forward(frame(6)))
+
+
+def test_a_replay_that_begins_after_the_gap_cannot_fill_it() -> None:
+    feed = begun(0, 1)
+    feed.handle(Received(frame(6)))
+    end, ask = feed.handle(Replayed(frames(4, 5, 6), ended=True))
+    assert isinstance(end, EndLife)
+    assert ask == AskReplay(0)
+    assert feed.handle(Replayed(frames(4, 5, 6), ended=True))[0] == BeginLife(4)
+
+
+def test_a_new_connection_to_the_same_publisher_goes_on() -> None:
+    feed = begun(0, 1)
+    assert feed.handle(Connected()) == [AskReplay(1)]
+    assert forwarded(feed.handle(Replayed(frames(1, 2), ended=True))) == [2]
+    assert feed.handle(Received(frame(2))) == []
+    assert feed.handle(Received(frame(3))) == [Forward(frame(3))]
+
+
+def test_a_new_connection_without_proof_ends_the_life() -> None:
+    feed = begun(0, 1)
+    told = feed.handle(Connected())
+    for _ in range(TRIES):
+        assert told == [AskReplay(1)]
+        told = feed.handle(Replayed((), ended=False))
+    (end,) = told
+    assert isinstance(end, EndLife)
+    assert feed.handle(Received(frame(9, "b"))) == [BeginLife(9), Forward(frame(9, "b"))]
+
+
+def test_a_publisher_that_is_not_as_far_is_another_one() -> None:
+    feed = begun(0, 1)
+    feed.handle(Connected())
+    end, ask = feed.handle(Replayed((), ended=True))
+    assert isinstance(end, EndLife)
+    assert ask == AskReplay(0)
+    assert feed.handle(Replayed((), ended=True)) == [BeginLife(0)]
+
+
+def test_a_sequence_that_goes_back_ends_the_life() -> None:
+    feed = begun(0, 1, 2)
+    end, ask = feed.handle(Received(frame(0, "b")))
+    assert isinstance(end, EndLife)
+    assert ask == AskReplay(0)
+    assert forwarded(feed.handle(Replayed(frames(0, life="b"), ended=True))) == [0]
+
+
+def test_a_quiet_publisher_is_asked_whether_that_was_all() -> None:
+    feed = begun(0, 1)
+    assert feed.handle(Idle()) == [AskReplay(1)]
+    assert feed.handle(Replayed(frames(1), ended=True)) == []
+    feed.handle(Idle())
+    assert feed.handle(Replayed((), ended=False)) == []
+    feed.handle(Idle())
+    assert forwarded(feed.handle(Replayed(frames(1, 2), ended=True))) == [2]
+
+
+def test_a_replaced_process_is_believed_without_asking() -> None:
+    feed = begun(0, 1)
+    assert feed.handle(Replaced()) == [EndLife("its process was replaced"), AskReplay(0)]
+
+
+def test_without_replay_every_doubt_ends_the_life() -> None:
+    feed = RankFeed(can_replay=False)
+    assert feed.handle(Connected()) == []
+    assert feed.handle(Idle()) == []
+    assert feed.handle(Received(frame(3))) == [BeginLife(3), Forward(frame(3))]
+    end, begin, forward = feed.handle(Received(frame(5)))
+    assert isinstance(end, EndLife)
+    assert (begin, forward) == (BeginLife(5), Forward(frame(5)))
+    (end,) = feed.handle(Connected())
+    assert isinstance(end, EndLife)
+    assert feed.handle(Received(frame(6, "b"))) == [BeginLife(6), Forward(frame(6, "b"))]
+    end, *_ = feed.handle(Received(frame(2, "c")))
+    assert isinstance(end, EndLife)
+    end, *_ = feed.handle(Replaced())
+    assert isinstance(end, EndLife)
+
+
+# --- any history -------------------------------------------------------------------------------------------
+
+
+@dataclass
+class World:
+    """A publisher, a network and a reader that carries instructions out as the relay does."""
+
+    life: int = 0
+    sent: list[Frame] = field(default_factory=list)
+    kept: int = 1_000
+    loses: frozenset[int] = frozenset()
+    ends: bool = True
+    feed: RankFeed = field(default_factory=RankFeed)
+    known: list[Frame] | None = None
+    unknown_before: int = 0
+
+    def tell(self, event: FeedEvent) -> None:
+        todo = list(self.feed.handle(event))
+        for _ in range(500):
+            if not todo:
+                return
+            match todo.pop(0):
+                case Forward(one):
+                    assert self.known is not None
+                    self.known.append(one)
+                case EndLife():
+                    self.known = None
+                case BeginLife(unknown_before):
+                    self.known, self.unknown_before = [], unknown_before
+                case AskReplay(start):
+                    assert not todo
+                    todo = list(self.feed.handle(self._replay(start)))
+        raise AssertionError("the feed never comes to rest")
+
+    def _replay(self, start: int) -> Replayed:
+        answer: list[Frame] = []
+        for one in self.sent[-self.kept :] if self.kept else []:
+            if one.sequence < start or one.sequence in self.loses:
+                continue
+            if answer and one.sequence != answer[-1].sequence + 1:
+                return Replayed(tuple(answer), ended=False)
+            answer.append(one)
+        return Replayed(tuple(answer), ended=self.ends)
+
+    def publish(self, *, lost: bool) -> None:
+        one = frame(len(self.sent), f"{self.life}-")
+        self.sent.append(one)
+        if not lost:
+            self.tell(Received(one))
+
+    def restart(self, silent: int) -> None:
+        self.life += 1
+        self.sent = []
+        for _ in range(silent):
+            self.publish(lost=True)
+        self.tell(Connected())
+
+    def check(self) -> None:
+        """What is known is a run of one life, without a hole."""
+        if self.known:
+            first = self.known[0].sequence
+            assert [one.sequence for one in self.known] == list(range(first, first + len(self.known)))
+            assert len({one.payload.split(b"-")[0] for one in self.known}) == 1
+            assert first == self.unknown_before
+
+
+acts = st.one_of(
+    st.tuples(st.just("publish"), st.booleans()),
+    st.tuples(st.just("publish"), st.booleans()),
+    st.tuples(st.just("repeat"), st.integers(0, 6)),
+    st.tuples(st.just("restart"), st.integers(0, 8)),
+    st.tuples(st.just("reconnect"), st.none()),
+    st.tuples(st.just("idle"), st.none()),
+    st.tuples(st.just("kept"), st.sampled_from([0, 1, 3, 1_000])),
+    st.tuples(st.just("loses"), st.frozensets(st.integers(0, 12), max_size=3)),
+    st.tuples(st.just("ends"), st.booleans()),
+)
+
+
+@settings(max_examples=400, deadline=None)
+@given(st.lists(acts, max_size=40))
+def test_whatever_happens_what_is_known_is_one_life_without_a_hole(history: list[tuple[str, object]]) -> None:
+    world = World()
+    world.tell(Connected())
+    for act, how in history:
+        match act, how:
+            case "publish", bool(lost):
+                world.publish(lost=lost)
+            case "repeat", int(back) if len(world.sent) > back and world.known and world.known[-1] == world.sent[-1]:
+                world.tell(Received(world.sent[-1 - back]))
+            case "restart", int(silent):
+                world.restart(silent)
+            case "reconnect", _:
+                world.tell(Connected())
+            case "idle", _:
+                world.tell(Idle())
+            case "kept", int(kept):
+                world.kept = kept
+            case "loses", frozenset() as numbers:
+                world.loses = frozenset(number for number in numbers if isinstance(number, int))
+            case "ends", bool(ends):
+                world.ends = ends
+            case _:
+                pass
+        world.check()
+    world.kept, world.loses, world.ends = 1_000, frozenset(), True
+    world.publish(lost=False)
+    world.tell(Idle())
+    assert world.known is not None
+    assert world.known == world.sent[world.unknown_before :]

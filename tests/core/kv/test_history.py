@@ -1,0 +1,137 @@
+"""What late subscribers are told."""
+
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvherd.core.ids import EngineHash, Rank, WorkerId
+from kvherd.core.kv.events import BlocksRemoved, BlocksStored, CacheCleared, KvEvent, KvEventBatch, Tier
+from kvherd.core.kv.hashing import PrefixHasher
+from kvherd.core.kv.history import Future, RankHistory, Resumed, TooOld, roll_base
+from kvherd.core.kv.index import Holder, PrefixIndex
+from kvherd.core.kv.live_state import LiveState
+
+RANK, BASE = Rank(0), 5 * 2**32
+HOLDER = Holder(WorkerId("w"), RANK)
+
+
+def block(number: int, parent: int | None = None, tier: Tier = Tier.DEVICE) -> BlocksStored:
+    return BlocksStored(
+        (EngineHash(number),), None if parent is None else EngineHash(parent), (number, 1), 2, tier=tier
+    )
+
+
+def history(limit_tokens: int = 1_000) -> RankHistory:
+    return RankHistory(RANK, BASE, limit_tokens=limit_tokens)
+
+
+def contents(events: Sequence[KvEvent]) -> object:
+    index = PrefixIndex(PrefixHasher(b"k"))
+    index.enrol(HOLDER.worker, model="m")
+    index.apply(HOLDER, KvEventBatch(1, 0.0, RANK, tuple(events)))
+    return index.contents(HOLDER), index.blocks(HOLDER)
+
+
+def test_a_base_is_a_multiple_of_two_to_the_32_below_two_to_the_62() -> None:
+    assert roll_base(lambda _: 0) == 2**32
+    assert roll_base(lambda n: n - 1) == 2**62 - 2**32
+
+
+def test_numbers_are_dense_and_a_resume_gets_what_follows() -> None:
+    past = history()
+    for number in range(3):
+        assert past.append(1.0, [block(number)]) == 1
+    assert past.last == BASE + 3
+    assert past.resume(BASE + 1) == Resumed()
+    following = past.after(BASE + 1)
+    assert following is not None
+    assert following.events == (block(1),)
+    assert past.after(BASE + 3) is None
+
+
+def test_cursors_outside_the_epoch_are_of_another_life_and_forgotten_ones_too_old() -> None:
+    past = history(limit_tokens=25)
+    for number in range(5):
+        past.append(1.0, [block(number)])
+    assert past.resume(BASE + 6) == Future()
+    assert past.resume(7) == Future()
+    assert past.resume(BASE) == TooOld()
+    assert past.resume(BASE + 5) == Resumed()
+    with pytest.raises(LookupError):
+        past.after(BASE)
+
+
+def test_the_latest_batch_is_kept_however_large_it_is() -> None:
+    past = history(limit_tokens=1)
+    past.append(1.0, [block(1)])
+    past.append(1.0, [block(2)])
+    assert past.after(BASE + 1) is not None
+
+
+def test_a_snapshot_ends_at_the_last_number_so_that_batches_go_on_after_it() -> None:
+    past = history()
+    past.append(1.0, [block(1), block(2, 1), block(2, 1)])
+    (chunk,) = past.snapshot(2.0)
+    assert (chunk.index, chunk.count, chunk.batch.sequence) == (0, 1, BASE + 1)
+    assert chunk.batch.events[0] == CacheCleared()
+    assert contents(chunk.batch.events) == contents([block(1), block(2, 1), block(2, 1)])
+    assert past.resume(BASE) == Resumed()
+
+
+def test_nobody_resumes_in_the_middle_of_a_snapshot() -> None:
+    past = history(limit_tokens=10**9)
+    for start in range(0, 40_000, 20_000):
+        hashes = tuple(EngineHash(number) for number in range(start, start + 20_000))
+        past.append(1.0, [BlocksStored(hashes, None, tuple(range(40_000)), 2)])
+    chunks = past.snapshot(2.0)
+    numbers = [chunk.batch.sequence for chunk in chunks]
+    assert len(numbers) > 3
+    assert numbers == list(range(numbers[0], past.last + 1))
+    assert {past.resume(number) for number in numbers[:-1]} <= {TooOld(), Future()}
+    assert past.resume(past.last) == Resumed()
+    every = [event for chunk in chunks for event in chunk.batch.events]
+    assert contents(every)[1] == 40_000  # type: ignore[index]
+
+
+def test_a_state_is_told_parents_first_even_if_they_were_stored_again_later() -> None:
+    state = LiveState()
+    state.apply([block(1), block(2, 1), block(3, 2), BlocksRemoved((EngineHash(1),)), block(1)])
+    assert [event.block_hashes[0] for event in state.events()] == [1, 2, 3]
+    assert (len(state), state.copies) == (3, 3)
+
+
+events = st.one_of(
+    st.builds(
+        block,
+        st.integers(1, 6),
+        st.none() | st.integers(1, 6),
+        st.sampled_from([Tier.DEVICE, Tier.DEVICE, Tier.HOST]),
+    ),
+    st.builds(
+        lambda numbers, tier: BlocksRemoved(tuple(map(EngineHash, numbers)), tier),
+        st.lists(st.integers(1, 6), max_size=3),
+        st.sampled_from([Tier.DEVICE, Tier.HOST]),
+    ),
+    st.just(CacheCleared()),
+)
+
+
+def consistent(history: list[KvEvent]) -> list[KvEvent]:
+    """Give each hash one parent for good, below it, as chained hashes have."""
+    fixed: list[KvEvent] = []
+    for event in history:
+        if isinstance(event, BlocksStored):
+            number = event.block_hashes[0]
+            fixed.append(block(number, None if number <= 2 else number - 2, event.tier))
+        else:
+            fixed.append(event)
+    return fixed
+
+
+@given(st.lists(events, max_size=40).map(consistent))
+def test_a_snapshot_says_the_same_as_the_events_it_stands_for(history: list[KvEvent]) -> None:
+    state = LiveState()
+    state.apply(history)
+    assert contents([CacheCleared(), *state.events()]) == contents(history)

@@ -1,0 +1,300 @@
+"""How a follower takes what its stream does to it, in virtual time."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable
+from contextlib import suppress
+
+import pytest
+
+from kvherd.core.ids import EngineHash, Epoch, Rank, WorkerId
+from kvherd.core.kv.events import BlocksStored, CacheCleared, KvEvent, KvEventBatch, SnapshotChunk
+from kvherd.core.kv.hashing import PrefixHasher
+from kvherd.core.kv.index import Holder, PrefixIndex
+from kvherd.core.kv.reactions import FollowState
+from kvherd.core.kv.stream import (
+    EpochEnded,
+    EventsUnsupported,
+    KvStreamError,
+    ResumeOutOfRange,
+    StreamBroken,
+    StreamForbidden,
+    StreamUntranslatable,
+    SubscriberTooSlow,
+)
+from kvherd.core.routing.candidate import KvKnowledge
+from kvherd.ports.kv_feed import FeedItem, Subscribed
+from kvherd.services.gateway.follow import Followers
+
+ANN, RANK = WorkerId("ann"), Rank(0)
+ANN0 = Holder(ANN, RANK)
+ONE, TWO = Epoch("1" * 32), Epoch("2" * 32)
+Step = FeedItem | KvStreamError | Exception
+
+
+class ScriptedFeed:
+    """A `KvFeed` that plays one script a subscription, the last one for ever; a script that is over waits."""
+
+    def __init__(self, *scripts: list[Step]) -> None:
+        self.scripts = list(scripts)
+        self.asked: list[tuple[dict[Rank, int], Epoch | None, float]] = []
+        self.open = 0
+
+    async def subscribe(self, cursors: dict[Rank, int], epoch: Epoch | None) -> AsyncGenerator[FeedItem, None]:
+        self.asked.append((cursors, epoch, asyncio.get_running_loop().time()))
+        script = self.scripts.pop(0) if len(self.scripts) > 1 else self.scripts[0]
+        self.open += 1
+        try:
+            for step in script:
+                if isinstance(step, Exception):
+                    raise step
+                yield step
+            await asyncio.Event().wait()
+        finally:
+            self.open -= 1
+
+
+def block(number: int) -> BlocksStored:
+    return BlocksStored((EngineHash(number),), None, (number, 1), 2)
+
+
+def batch(sequence: int, *events: KvEvent, rank: Rank = RANK, at_s: float = 0.0) -> KvEventBatch:
+    return KvEventBatch(sequence, at_s, rank, events)
+
+
+def snapshot(sequence: int, *events: KvEvent, index: int = 0, count: int = 1) -> SnapshotChunk:
+    first = (CacheCleared(), *events) if index == 0 else events
+    return SnapshotChunk(index, count, 0, batch(sequence, *first))
+
+
+async def follow(feed: ScriptedFeed, check: Callable[[Followers], object], *, after_s: float = 0.01) -> None:
+    """Follow `feed` and check what is known `after_s` seconds later."""
+    index = PrefixIndex(PrefixHasher(b"k"))
+    async with Followers(index, dice=lambda: 0.0, wall=lambda: 1_000.0) as followers:
+        followers.add(ANN, feed, model="m")
+        await asyncio.sleep(after_s)
+        check(followers)
+    assert feed.open == 0
+    assert len(index) == 0
+
+
+def knows(state: FollowState, *numbers: int) -> Callable[[Followers], None]:
+    def check(followers: Followers) -> None:
+        assert (followers.state(ANN), set(followers.index.contents(ANN0))) == (state, set(numbers))
+
+    return check
+
+
+async def test_a_snapshot_and_what_follows_it_are_known() -> None:
+    feed = ScriptedFeed([Subscribed(ONE), snapshot(9, block(1)), batch(10, block(2))])
+    await follow(feed, knows(FollowState.LIVE, 1, 2))
+    assert feed.asked == [({}, None, 0.0)]
+
+
+async def test_a_worker_in_the_middle_of_a_snapshot_has_no_credit_yet() -> None:
+    feed = ScriptedFeed([Subscribed(ONE), snapshot(9, block(1), count=2)])
+    await follow(feed, knows(FollowState.REPLAYING, 1))
+    whole = ScriptedFeed([Subscribed(ONE), snapshot(9, block(1), count=2), snapshot(10, block(2), index=1, count=2)])
+    await follow(whole, knows(FollowState.LIVE, 1, 2))
+
+
+async def test_a_snapshot_that_is_broken_off_is_asked_for_from_zero() -> None:
+    feed = ScriptedFeed(
+        [Subscribed(ONE), snapshot(9, block(1), count=2), StreamBroken("cut")],
+        [Subscribed(ONE), snapshot(20, block(5))],
+    )
+    await follow(feed, knows(FollowState.LIVE, 5), after_s=1)
+    assert [asked[0] for asked in feed.asked] == [{}, {}]
+
+
+async def test_a_broken_connection_is_resumed_from_its_cursor() -> None:
+    feed = ScriptedFeed(
+        [Subscribed(ONE), snapshot(9, block(1)), batch(10, block(2)), StreamBroken("cut")],
+        [Subscribed(ONE), batch(11, block(3))],
+    )
+    await follow(feed, knows(FollowState.LIVE, 1, 2, 3), after_s=1)
+    assert feed.asked == [({}, None, 0.0), ({RANK: 10}, ONE, 0.1)]
+
+
+@pytest.mark.parametrize(("after_s", "state"), [(4.9, FollowState.LIVE), (5.1, FollowState.QUARANTINED)])
+async def test_credit_outlives_a_connection_by_five_seconds(after_s: float, state: FollowState) -> None:
+    feed = ScriptedFeed([Subscribed(ONE), snapshot(9, block(1)), StreamBroken("cut")], [StreamBroken("still")])
+    await follow(feed, knows(state, 1), after_s=after_s)
+
+
+async def test_what_was_quarantined_by_the_clock_is_believed_again_once_a_resume_proves_it() -> None:
+    cut: list[Step] = [StreamBroken("still")]
+    feed = ScriptedFeed([Subscribed(ONE), snapshot(9, block(1)), cut[0]], *[cut] * 8, [Subscribed(ONE)])
+    await follow(feed, knows(FollowState.QUARANTINED, 1), after_s=8)
+    feed = ScriptedFeed([Subscribed(ONE), snapshot(9, block(1)), cut[0]], *[cut] * 8, [Subscribed(ONE)])
+    await follow(feed, knows(FollowState.LIVE, 1), after_s=60)
+
+
+async def test_a_resume_in_another_epoch_forgets_everything_first() -> None:
+    feed = ScriptedFeed(
+        [Subscribed(ONE), snapshot(9, block(1)), StreamBroken("cut")], [Subscribed(TWO), snapshot(50, block(7))]
+    )
+    await follow(feed, knows(FollowState.LIVE, 7), after_s=1)
+
+
+@pytest.mark.parametrize("end", [EpochEnded("restart"), SubscriberTooSlow("slow"), ResumeOutOfRange("old", TWO)])
+async def test_a_lost_state_is_dropped_and_told_again_at_once(end: KvStreamError) -> None:
+    feed = ScriptedFeed([Subscribed(ONE), snapshot(9, block(1)), end], [Subscribed(TWO), snapshot(50, block(7))])
+    await follow(feed, knows(FollowState.LIVE, 7))
+    assert feed.asked[1] == ({}, None, 0.0)
+
+
+async def test_starting_over_without_progress_backs_off() -> None:
+    feed = ScriptedFeed([ResumeOutOfRange("always")])
+    await follow(feed, knows(FollowState.SUBSCRIBING), after_s=60)
+    assert 10 < len(feed.asked) < 25
+
+
+@pytest.mark.parametrize("end", [StreamUntranslatable("what"), StreamForbidden("key")])
+async def test_what_only_an_operator_can_mend_is_quarantined_and_tried_seldom(end: KvStreamError) -> None:
+    feed = ScriptedFeed([Subscribed(ONE), snapshot(9, block(1)), end], [end])
+    await follow(feed, knows(FollowState.QUARANTINED), after_s=100)
+    assert len(feed.asked) == 4
+
+
+async def test_a_worker_without_events_is_unsupported_and_says_why() -> None:
+    def check(followers: Followers) -> None:
+        knows(FollowState.UNSUPPORTED)(followers)
+        assert followers.knowledge(ANN) is KvKnowledge.UNTOLD
+        assert followers.view(ANN).reason == "no events here"
+
+    await follow(ScriptedFeed([EventsUnsupported("no events here")]), check)
+
+
+async def test_a_gap_takes_the_credit_at_once_and_is_resumed_from() -> None:
+    first: list[Step] = [Subscribed(None), batch(1, block(1)), batch(3, block(3))]
+    await follow(ScriptedFeed(first), knows(FollowState.REPLAYING, 1))
+    feed = ScriptedFeed(first, [Subscribed(None), batch(2, block(2)), batch(3, block(3))])
+    await follow(feed, knows(FollowState.LIVE, 1, 2, 3), after_s=1)
+    assert feed.asked[1][0] == {RANK: 1}
+
+
+async def test_a_gap_that_the_server_does_not_fill_starts_over() -> None:
+    feed = ScriptedFeed(
+        [Subscribed(None), batch(1, block(1)), batch(3, block(3))],
+        [Subscribed(None), batch(3, block(3))],
+        [Subscribed(None), batch(3, block(3)), batch(4, block(4))],
+    )
+    await follow(feed, knows(FollowState.LIVE, 3, 4), after_s=5)
+    assert [asked[0] for asked in feed.asked] == [{}, {RANK: 1}, {}]
+
+
+async def test_a_repeated_batch_is_left_out_and_another_under_its_number_starts_over() -> None:
+    twice = batch(1, block(1))
+    await follow(ScriptedFeed([Subscribed(None), twice, twice]), knows(FollowState.LIVE, 1))
+    feed = ScriptedFeed([Subscribed(None), twice, batch(1, block(8))], [Subscribed(None), batch(1, block(8))])
+    await follow(feed, knows(FollowState.LIVE, 8), after_s=1)
+
+
+async def test_a_server_that_never_accepts_is_given_up_after_a_while() -> None:
+    feed = ScriptedFeed([])
+    await follow(feed, lambda followers: followers.view(ANN).reason.index("no answer within 10 s"), after_s=11)
+
+
+async def test_a_defect_met_in_one_stream_costs_that_worker_its_credit_and_no_more() -> None:
+    feed = ScriptedFeed([Subscribed(ONE), snapshot(9, block(1)), RuntimeError("a defect")], [StreamBroken("x")])
+    await follow(feed, knows(FollowState.QUARANTINED))
+
+
+async def test_a_worker_added_again_starts_over_with_its_new_feed() -> None:
+    index = PrefixIndex(PrefixHasher(b"k"))
+    first = ScriptedFeed([Subscribed(ONE), snapshot(9, block(1))])
+    second = ScriptedFeed([Subscribed(TWO), snapshot(9, block(2))])
+    async with Followers(index) as followers:
+        followers.add(ANN, first, model="m")
+        await asyncio.sleep(0.01)
+        followers.add(ANN, second, model="m")
+        assert set(index.contents(ANN0)) == set()
+        await asyncio.sleep(0.01)
+        assert set(index.contents(ANN0)) == {2}
+        assert (first.open, second.open) == (0, 1)
+        followers.remove(ANN)
+        followers.remove(ANN)
+        assert followers.view(ANN).state == "unfollowed"
+
+
+# --- flushes ----------------------------------------------------------------------------------------------
+
+
+class QueuedFeed:
+    """A `KvFeed` that says what is put into it."""
+
+    def __init__(self) -> None:
+        self.items: asyncio.Queue[Step] = asyncio.Queue()
+
+    async def subscribe(self, cursors: dict[Rank, int], epoch: Epoch | None) -> AsyncGenerator[FeedItem, None]:
+        while True:
+            item = await self.items.get()
+            if isinstance(item, Exception):
+                raise item
+            yield item
+
+    async def say(self, *items: Step) -> None:
+        for item in items:
+            self.items.put_nowait(item)
+        with suppress(TimeoutError):
+            await asyncio.sleep(0.01)
+
+
+async def test_old_batches_after_a_flush_are_kept_out_until_its_clear() -> None:
+    """1. A flush is answered. 2. A batch from before it arrives. 3. Its clear arrives, with a store behind it."""
+    index, feed = PrefixIndex(PrefixHasher(b"k")), QueuedFeed()
+    async with Followers(index, wall=lambda: 1_000.0) as followers:
+        followers.add(ANN, feed, model="m")
+        await feed.say(Subscribed(ONE), snapshot(9, block(1)))
+        followers.flushed(ANN)
+        assert not index.contents(ANN0)
+        await feed.say(batch(10, block(2), at_s=999.0))
+        assert not index.contents(ANN0)
+        await feed.say(batch(11, block(3), CacheCleared(), block(4), at_s=999.5), batch(12, block(5), at_s=999.6))
+        assert set(index.contents(ANN0)) == {4, 5}
+
+
+async def test_a_batch_stamped_well_after_the_answer_passes_without_a_clear() -> None:
+    index, feed = PrefixIndex(PrefixHasher(b"k")), QueuedFeed()
+    async with Followers(index, wall=lambda: 1_000.0) as followers:
+        followers.add(ANN, feed, model="m")
+        await feed.say(Subscribed(ONE), snapshot(9, block(1)))
+        followers.flushed(ANN)
+        await feed.say(batch(10, block(2), at_s=1_003.0))
+        assert set(index.contents(ANN0)) == {2}
+
+
+async def test_if_anything_was_dropped_before_such_a_batch_all_is_told_again() -> None:
+    index, feed = PrefixIndex(PrefixHasher(b"k")), QueuedFeed()
+    async with Followers(index, wall=lambda: 1_000.0) as followers:
+        followers.add(ANN, feed, model="m")
+        await feed.say(Subscribed(ONE), snapshot(9, block(1)))
+        followers.flushed(ANN)
+        await feed.say(batch(10, block(2), at_s=1_001.0), batch(11, block(3), at_s=1_003.0))
+        await feed.say(Subscribed(ONE), snapshot(11, block(2), block(3)))
+        assert (followers.state(ANN), set(index.contents(ANN0))) == (FollowState.LIVE, {2, 3})
+
+
+async def test_a_clear_that_came_while_the_flush_was_being_answered_needs_no_barrier() -> None:
+    index, feed = PrefixIndex(PrefixHasher(b"k")), QueuedFeed()
+    async with Followers(index, wall=lambda: 1_000.0) as followers:
+        followers.add(ANN, feed, model="m")
+        await feed.say(Subscribed(ONE), snapshot(9, block(1)))
+        ordered_s = asyncio.get_running_loop().time()
+        await feed.say(batch(10, CacheCleared()), batch(11, block(2)))
+        followers.flushed(ANN, ordered_s=ordered_s)
+        assert set(index.contents(ANN0)) == {2}
+        await feed.say(batch(12, block(3)))
+        assert set(index.contents(ANN0)) == {2, 3}
+
+
+async def test_a_snapshot_behind_a_barrier_is_not_believed() -> None:
+    index, feed = PrefixIndex(PrefixHasher(b"k")), QueuedFeed()
+    async with Followers(index, wall=lambda: 1_000.0) as followers:
+        followers.add(ANN, feed, model="m")
+        await feed.say(Subscribed(ONE), snapshot(9, block(1)))
+        followers.flushed(ANN)
+        await feed.say(SubscriberTooSlow("x"), Subscribed(ONE), snapshot(9, block(1)))
+        assert not index.contents(ANN0)
+        await feed.say(batch(10, CacheCleared(), block(2)))
+        assert set(index.contents(ANN0)) == {2}
