@@ -19,7 +19,7 @@ from kvherd.core.errors import OptionInvalid
 from kvherd.core.ids import WorkerId
 from kvherd.core.routing.policy import POLICY_NAMES
 from kvherd.ports.worker import Worker
-from kvherd.services.gateway.fleet import WorkerSpec
+from kvherd.services.gateway.fleet import FleetConfig, WorkerSpec
 from kvherd.services.gateway.gateway import Gateway, GatewayConfig
 
 TOKENIZER_DEADLINE_S = 30.0
@@ -42,6 +42,9 @@ def command(
     port: Annotated[int, typer.Option(help="Port for HTTP: OpenAI's API, orders, metrics.")] = 8080,
     grpc_port: Annotated[int, typer.Option(help="Port for gRPC: kvherd.gateway.v1.")] = 8081,
     admin_key: AdminKeyOption = None,
+    max_retry_s: Annotated[
+        float, typer.Option(min=0.25, help="Longest pause between two tries of a worker that cannot be reached.")
+    ] = 5.0,
     log_level: Annotated[LogLevel, typer.Option(help="Least level of the log, which goes to standard error.")] = (
         LogLevel.INFO
     ),
@@ -65,6 +68,7 @@ def command(
         workers=tuple(map(worker_spec, worker or ())),
         policy=policy,
         admin_key=admin_key or None,
+        fleet=FleetConfig(max_retry_s=max_retry_s),
     )
     require_free(host, [port], option="--port")
     require_free(host, [grpc_port], option="--grpc-port")

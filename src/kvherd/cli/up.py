@@ -71,7 +71,8 @@ class Herd:
         engines = [self._engine(name, self.engine_port + index * ENGINE_STRIDE) for index, name in enumerate(ENGINES)]
         workers = [word for worker in self.workers for word in ("--worker", worker)]
         ports = ["--port", str(self.gateway_port), "--grpc-port", str(self.gateway_port + 1)]
-        options = [*workers, *ports, "--policy", self.policy]
+        # The engines come up in the time of a few tries; a pause that grew meanwhile would be waited for in vain.
+        options = [*workers, *ports, "--policy", self.policy, "--max-retry-s", "0.5"]
         return [*engines, self._part(GATEWAY, "gateway", options, self._herd_serves)]
 
     def _engine(self, name: str, port: int) -> Part:
