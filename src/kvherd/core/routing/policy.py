@@ -22,7 +22,7 @@ Named = tuple[str, scorers.Scorer]
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """The constants of the cost of DESIGN 5."""
+    """The constants of the `kv` cost: see `scorers.py`."""
 
     beta: float = 2.0
     gamma: float = 1.0
