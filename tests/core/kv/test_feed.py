@@ -286,3 +286,22 @@ def test_whatever_happens_what_is_known_is_one_life_without_a_hole(history: list
     world.tell(Idle())
     assert world.known is not None
     assert world.known == world.sent[world.unknown_before :]
+
+
+def test_a_first_answer_that_does_not_come_is_asked_for_a_few_times() -> None:
+    feed = RankFeed()
+    told = feed.handle(Connected())
+    for _ in range(TRIES):
+        assert told == [AskReplay(0)]
+        told = feed.handle(Replayed((), ended=False))
+    assert told == []
+    assert feed.handle(Received(frame(3))) == [BeginLife(3), Forward(frame(3))]
+
+
+def test_a_held_frame_that_turns_out_another_life_ends_this_one() -> None:
+    """1. Frame 4 of life b shows a gap. 2. The replay brings frame 4 of life a, proved by frame 1."""
+    feed = begun(0, 1)
+    feed.handle(Received(frame(4, "b")))
+    told = feed.handle(Replayed(frames(1, 2, 3, 4), ended=True))
+    assert any(isinstance(one, EndLife) for one in told)
+    assert told[-1] == AskReplay(0)

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvherd.core.ids import EngineHash, Rank, WorkerId
-from kvherd.core.kv.events import BlocksRemoved, BlocksStored, CacheCleared, KvEvent, KvEventBatch, Tier
-from kvherd.core.kv.hashing import PrefixHasher
+from kvherd.core.kv.events import BlocksRemoved, BlocksStored, CacheCleared, KvEvent, Tier
+from kvherd.core.kv.hashing import PrefixHasher, prefix_chain
 from kvherd.core.kv.history import Future, RankHistory, Resumed, TooOld, roll_base
 from kvherd.core.kv.index import Holder, PrefixIndex
 from kvherd.core.kv.live_state import LiveState
@@ -27,11 +27,26 @@ def history(limit_tokens: int = 1_000) -> RankHistory:
     return RankHistory(RANK, BASE, limit_tokens=limit_tokens)
 
 
-def contents(events: Sequence[KvEvent]) -> object:
+def held(*batches: Sequence[KvEvent]) -> PrefixIndex:
     index = PrefixIndex(PrefixHasher(b"k"))
     index.enrol(HOLDER.worker, model="m")
-    index.apply(HOLDER, KvEventBatch(1, 0.0, RANK, tuple(events)))
-    return index.contents(HOLDER), index.blocks(HOLDER)
+    for events in batches:
+        index.apply_events(HOLDER, events)
+    return index
+
+
+def contents(*batches: Sequence[KvEvent]) -> object:
+    return held(*batches).contents(HOLDER)
+
+
+def reachable(*batches: Sequence[KvEvent]) -> list[int]:
+    """How far each of the two chains of `consistent` is held."""
+    chains = [
+        prefix_chain([token for number in numbers for token in (number, 1)], block_size=2, model="m", key=b"k")
+        for numbers in ((1, 3, 5), (2, 4, 6))
+    ]
+    index = held(*batches)
+    return [index.match(chain).get(HOLDER, 0) for chain in chains]
 
 
 def test_a_base_is_a_multiple_of_two_to_the_32_below_two_to_the_62() -> None:
@@ -92,7 +107,7 @@ def test_nobody_resumes_in_the_middle_of_a_snapshot() -> None:
     assert {past.resume(number) for number in numbers[:-1]} <= {TooOld(), Future()}
     assert past.resume(past.last) == Resumed()
     every = [event for chunk in chunks for event in chunk.batch.events]
-    assert contents(every)[1] == 40_000  # type: ignore[index]
+    assert held(every).blocks(HOLDER) == 40_000
 
 
 def test_a_state_is_told_parents_first_even_if_they_were_stored_again_later() -> None:
@@ -134,4 +149,9 @@ def consistent(history: list[KvEvent]) -> list[KvEvent]:
 def test_a_snapshot_says_the_same_as_the_events_it_stands_for(history: list[KvEvent]) -> None:
     state = LiveState()
     state.apply(history)
-    assert contents([CacheCleared(), *state.events()]) == contents(history)
+    told: list[KvEvent] = [CacheCleared(), *state.events()]
+    assert contents(told) == contents(history)
+    assert reachable(told) == reachable(history)
+    # Blocks whose parent was gone when the snapshot was taken are found again when it comes back.
+    roots = [block(1), block(2)]
+    assert reachable(told, roots) == reachable(history, roots)

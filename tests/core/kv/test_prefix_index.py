@@ -247,3 +247,46 @@ def test_any_history_gives_what_the_slow_index_gives(history: Sequence[Step]) ->
     index.drop(ANN)
     index.drop(BOB)
     assert len(index) == 0
+
+
+def test_a_store_that_goes_on_from_an_unknown_parent_into_known_blocks_counts_their_copies(index: PrefixIndex) -> None:
+    """1. Three blocks are known. 2. The first goes, 3. and a run is stored again whose parent it is."""
+    apply(index, ANN0, stored((1, 2, 3), 3), removed((1,)), stored((1, 2, 3, 4), 3))
+    assert index.contents(ANN0)[engine_hash((1, 2))] == {Tier.DEVICE: 2}
+    apply(index, ANN0, stored((1,)))
+    assert index.match(chain((1, 2, 3, 4))) == {ANN0: 4}
+
+
+def test_an_orphan_in_several_tiers_counts_by_its_device_copy(index: PrefixIndex) -> None:
+    apply(index, ANN0, stored((1, 2)), stored((1, 2), tier=Tier.HOST), stored((1, 2)), removed((1, 2)))
+    apply(index, ANN0, stored((1,)))
+    assert index.match(chain((1, 2))) == {ANN0: 2}
+    apply(index, ANN0, removed((1, 2)))
+    assert index.match(chain((1, 2))) == {ANN0: 1}
+    apply(index, ANN0, removed((1, 2), tier=Tier.HOST), removed((1, 2), tier=Tier.HOST))
+    assert set(index.contents(ANN0)) == {engine_hash((1,))}
+
+
+def test_an_orphan_may_be_named_by_a_store_from_the_root(index: PrefixIndex) -> None:
+    apply(index, ANN0, stored((1, 2, 3), 1), stored((1, 2), 1), stored((1, 2, 3), 3))
+    assert index.match(chain((1, 2, 3))) == {ANN0: 3}
+    assert index.contents(ANN0)[engine_hash((1, 2))] == {Tier.DEVICE: 2}
+
+
+def test_three_engine_hashes_of_one_prefix_go_one_by_one(index: PrefixIndex) -> None:
+    hashes = [EngineHash(number) for number in (5, 6, 7)]
+    apply(index, ANN0, *(BlocksStored((one,), None, tokens((1,)), SIZE) for one in hashes))
+    for one in hashes:
+        assert index.match(chain((1,))) == {ANN0: 1}
+        apply(index, ANN0, BlocksRemoved((one,)))
+    assert len(index) == 0
+
+
+def test_what_was_never_held_is_empty(index: PrefixIndex) -> None:
+    index.clear(BOB0)
+    assert (index.blocks(BOB0), index.worker_blocks(BOB), dict(index.contents(BOB0))) == (0, 0, {})
+    apply(index, ANN0, stored((1,)))
+    apply(index, ANN1, stored((1, 2), 2))
+    assert index.worker_blocks(ANN) == 3
+    index.clear(ANN1)
+    assert index.worker_blocks(ANN) == 1

@@ -298,3 +298,14 @@ async def test_a_snapshot_behind_a_barrier_is_not_believed() -> None:
         assert not index.contents(ANN0)
         await feed.say(batch(10, CacheCleared(), block(2)))
         assert set(index.contents(ANN0)) == {2}
+
+
+async def test_routing_is_told_what_is_known_quarantined_or_not_told() -> None:
+    index, feed = PrefixIndex(PrefixHasher(b"k")), QueuedFeed()
+    async with Followers(index) as followers:
+        assert followers.knowledge(ANN) is KvKnowledge.UNTOLD
+        followers.add(ANN, feed, model="m")
+        assert followers.knowledge(ANN) is KvKnowledge.QUARANTINED
+        await feed.say(Subscribed(ONE), snapshot(9, block(1)))
+        assert followers.knowledge(ANN) is KvKnowledge.KNOWN
+        followers.flushed(WorkerId("a stranger"))

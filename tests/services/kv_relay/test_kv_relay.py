@@ -375,3 +375,24 @@ async def test_a_publisher_that_connects_finds_a_relay_that_listens() -> None:
         async with KvRelay({RANK: feed}, options=FAST) as relay:
             await publisher.publish(block(1))
             await known(relay, 1)
+
+
+async def test_a_rank_whose_process_was_replaced_starts_a_new_epoch_though_its_sockets_say_nothing() -> None:
+    async with FakePublisher() as publisher, relay_of(publisher) as relay:
+        await publisher.publish(block(1))
+        await known(relay, 1)
+        epoch = relay.epoch
+        relay.rank_started(RANK)
+        await until(lambda: relay.epoch != epoch and relay.blocks(RANK) == 1, "the same blocks in a new epoch")
+
+
+async def test_a_message_of_another_form_is_counted_and_passed_over() -> None:
+    async with FakePublisher() as publisher:
+        feed = ZmqFrameFeed(publisher.events_endpoint, publisher.replay_endpoint)
+        async with KvRelay({RANK: feed}, options=FAST) as relay:
+            await publisher.publish(block(1))
+            await known(relay, 1)
+            await publisher._pub.send_multipart([b"kv-events", b"short", b"x"])
+            await until(lambda: feed.bad_frames == 1, "it was counted")
+            await publisher.publish(block(2))
+            await known(relay, 2)
