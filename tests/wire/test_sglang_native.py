@@ -7,8 +7,9 @@ import pytest
 
 from kvherd.core.engine.generation import Finish, FinishReason, TokenLogprob
 from kvherd.core.errors import FieldInvalid, Unsupported
+from kvherd.core.text.calls import NativeCall
 from kvherd.core.text.choice import ShownToken, TextDelta
-from kvherd.wire.sglang_native import NativeAnswer, NativeCall, decode_generate, encode_answers
+from kvherd.wire.sglang_native import NativeAnswer, decode_generate, encode_answers
 
 COUNTS = {"prompt_tokens": 1, "completion_tokens": 2, "cached_tokens": 0}
 

@@ -8,15 +8,16 @@ from typing import Any
 from kvherd.adapters.choices import Run, pieces
 from kvherd.adapters.completions import OpenAiCompletions, Plan
 from kvherd.core.ids import RequestId
+from kvherd.core.text.calls import NativeCall
 from kvherd.ports.completions import Generate, Usage
 from kvherd.wire.openai.answers import DONE, error_frame, sse
-from kvherd.wire.sglang_native import NativeAnswer, NativeCall, encode_answers
+from kvherd.wire.sglang_native import NativeAnswer, encode_answers
 
 _log = logging.getLogger(__name__)
 
 
 class NativeCompletions:
-    """The same promises as `ports.completions.Completions`, in SGLang's shapes."""
+    """Implements `ports.completions.NativeCompletions`."""
 
     def __init__(self, completions: OpenAiCompletions) -> None:
         self._completions = completions
@@ -27,9 +28,10 @@ class NativeCompletions:
         *,
         request: RequestId,
         generate: Generate,
+        prompts: list[list[int]] | None = None,
         on_usage: Callable[[Usage], None] | None = None,
     ) -> bytes:
-        plan = self._completions.plan(native.call, request=request)
+        plan = self._completions.plan(native.call, request=request, prompts=prompts)
         answers = _begin(plan)
         async with aclosing(pieces(plan.runs, generate)) as news:
             async for index, delta in news:
@@ -45,10 +47,11 @@ class NativeCompletions:
         *,
         request: RequestId,
         generate: Generate,
+        prompts: list[list[int]] | None = None,
         on_usage: Callable[[Usage], None] | None = None,
     ) -> AsyncGenerator[bytes, None]:
         """Errors of `generate` before its first delta are raised, later ones become an error event and the end."""
-        plan = self._completions.plan(native.call, request=request)
+        plan = self._completions.plan(native.call, request=request, prompts=prompts)
         answers = _begin(plan)
         opened = False
         try:

@@ -14,6 +14,7 @@ import uvloop
 
 from kvherd.adapters.completions import OpenAiCompletions
 from kvherd.adapters.model_files import ModelFile, locate
+from kvherd.adapters.native_completions import NativeCompletions
 from kvherd.adapters.tokenizer import ModelTokenizer, load_tokenizer
 from kvherd.adapters.zmq_kv_feed import ZmqFrameFeed
 from kvherd.adapters.zmq_scheduler import ZmqScheduler
@@ -87,7 +88,14 @@ class EngineOptions:
         context_tokens = min(rank.max_context_tokens for rank in scheduler.ranks)
         vocab_size = scheduler.ranks[0].vocab_size
         completions = OpenAiCompletions(tokenizer, config.model_name, context_tokens, vocab_size=vocab_size)
-        return Servicer(config, scheduler=scheduler, tokenizer=tokenizer, completions=completions, events=events)
+        return Servicer(
+            config,
+            scheduler=scheduler,
+            tokenizer=tokenizer,
+            completions=completions,
+            native=NativeCompletions(completions),
+            events=events,
+        )
 
 
 def command(

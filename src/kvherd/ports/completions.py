@@ -6,7 +6,7 @@ from typing import Protocol
 
 from kvherd.core.engine.generation import GenerationRequest, TokenDelta
 from kvherd.core.ids import RequestId
-from kvherd.core.text.calls import ChatCall, CompletionCall
+from kvherd.core.text.calls import ChatCall, CompletionCall, NativeCall
 
 Generate = Callable[[GenerationRequest], AsyncIterator[TokenDelta]]
 """Continues a token sequence; closing the iterator aborts it. The scheduler's and a gRPC worker's `generate`."""
@@ -85,3 +85,25 @@ class Completions(Protocol):
         event and the end, never silence.
         """
         ...
+
+
+class NativeCompletions(Protocol):
+    """Answers SGLang's own `/generate`, with the promises of `Completions`."""
+
+    async def whole(
+        self,
+        native: NativeCall,
+        *,
+        request: RequestId,
+        generate: Generate,
+        prompts: list[list[int]] | None = None,
+    ) -> bytes: ...
+
+    def stream(
+        self,
+        native: NativeCall,
+        *,
+        request: RequestId,
+        generate: Generate,
+        prompts: list[list[int]] | None = None,
+    ) -> AsyncGenerator[bytes, None]: ...

@@ -12,7 +12,7 @@ import msgspec
 
 from kvherd.core.engine.generation import Finish, FinishReason
 from kvherd.core.errors import FieldInvalid, Unsupported
-from kvherd.core.text.calls import CallOptions, CompletionCall
+from kvherd.core.text.calls import CallOptions, CompletionCall, NativeCall
 from kvherd.core.text.choice import ShownToken, TextDelta
 from kvherd.wire.openai.body import parse_object
 from kvherd.wire.openai.fields import Fields
@@ -22,14 +22,6 @@ from kvherd.wire.openai.requests import read_prompts
 DEFAULT_NEW_TOKENS = 128
 _REFUSED = ("image_data", "video_data", "audio_data", "input_embeds", "lora_path", "custom_logit_processor")
 _REFUSED_SAMPLING = ("regex", "json_schema", "ebnf", "structural_tag")
-
-
-@dataclass(frozen=True, slots=True)
-class NativeCall:
-    """`listed`: the answer is a list although there may be one prompt only."""
-
-    call: CompletionCall
-    listed: bool
 
 
 @dataclass(slots=True)

@@ -11,6 +11,7 @@ import pytest
 from smg_grpc_proto.generated.sglang_scheduler_pb2_grpc import SglangSchedulerStub
 
 from kvherd.adapters.completions import OpenAiCompletions
+from kvherd.adapters.native_completions import NativeCompletions
 from kvherd.core.ids import Epoch, Rank
 from kvherd.core.kv.events import KvEventBatch, SnapshotChunk
 from kvherd.services.servicer.config import ServicerConfig
@@ -91,7 +92,14 @@ async def open_doors(scheduler: FakeScheduler | None = None, **options: object) 
     tokenizer, events = ByteTokenizer(), ScriptedEvents()
     completions = OpenAiCompletions(tokenizer, config.model_name, scheduler.ranks[0].max_context_tokens)
     async with (
-        Servicer(config, scheduler=scheduler, tokenizer=tokenizer, completions=completions, events=events) as servicer,
+        Servicer(
+            config,
+            scheduler=scheduler,
+            tokenizer=tokenizer,
+            completions=completions,
+            native=NativeCompletions(completions),
+            events=events,
+        ) as servicer,
         grpc.aio.insecure_channel(f"127.0.0.1:{config.port}") as channel,
         httpx.AsyncClient(base_url=f"http://127.0.0.1:{config.http_port}", timeout=10) as http,
     ):

@@ -54,6 +54,22 @@ async def test_a_chat_is_answered(doors: Opened) -> None:
     assert body["usage"]["completion_tokens"] == 5
 
 
+async def test_sglangs_own_form_is_answered_whole_and_streamed(doors: Opened) -> None:
+    asked = {"text": "once", "sampling_params": {"max_new_tokens": 3, "temperature": 0}}
+    async with doors() as at:
+        whole = await at.http.post("/generate", json=asked)
+        streamed = await at.http.post("/generate", json=asked | {"stream": True})
+        refused = await at.http.post("/generate", json={"sampling_params": {}})
+    prompt = list(b"once")
+    assert whole.json()["text"] == said(prompt, 3)
+    assert whole.json()["meta_info"]["prompt_tokens"] == len(prompt)
+    *events, last = streamed.text.removesuffix("\n\n").split("\n\n")
+    assert json.loads(events[-1].removeprefix("data: "))["text"] == said(prompt, 3)
+    assert last == "data: [DONE]"
+    assert refused.status_code == 400
+    assert "text" in refusal(refused)
+
+
 async def test_cached_tokens_are_in_the_usage_and_true(doors: Opened) -> None:
     prompt = "a sentence of more than forty-eight bytes, for sure."
     async with doors() as at:

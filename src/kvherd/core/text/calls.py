@@ -40,3 +40,11 @@ class CompletionCall:
     options: CallOptions
     prompts: tuple[str | tuple[int, ...], ...]
     echo: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class NativeCall:
+    """A call in SGLang's own shape. `listed`: the answer is a list although there may be one prompt only."""
+
+    call: CompletionCall
+    listed: bool

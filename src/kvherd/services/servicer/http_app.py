@@ -1,7 +1,7 @@
 """The engine's HTTP door: OpenAI's calls, vLLM's tokenizer calls, SGLang's flush, and what it says of itself."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from functools import partial
 from typing import TypeVar
 
@@ -15,7 +15,7 @@ from kvherd.core.engine.reports import OrderReport
 from kvherd.core.errors import FieldInvalid, ModelUnknown, OrderTimedOut
 from kvherd.core.ids import OrderId
 from kvherd.core.text.calls import CallOptions, ChatCall, CompletionCall
-from kvherd.ports.completions import Completions, Tokenizer
+from kvherd.ports.completions import Completions, NativeCompletions, Tokenizer
 from kvherd.ports.scheduler import Scheduler
 from kvherd.services.servicer.config import ServicerConfig
 from kvherd.services.servicer.facts import EngineFacts, rank_state
@@ -33,6 +33,7 @@ from kvherd.services.servicer.http_edge import (
 from kvherd.services.servicer.metrics import CONTENT_TYPE, EngineMetrics
 from kvherd.wire.openai.requests import decode_chat, decode_completion
 from kvherd.wire.openai.tokens import TokenizeText, decode_detokenize, decode_tokenize
+from kvherd.wire.sglang_native import decode_generate
 
 T = TypeVar("T")
 
@@ -50,6 +51,7 @@ class HttpDoor:
         scheduler: Scheduler,
         generations: Generations,
         completions: Completions,
+        native: NativeCompletions,
         tokenizer: Tokenizer,
         facts: EngineFacts,
         metrics: EngineMetrics,
@@ -58,6 +60,7 @@ class HttpDoor:
         self._scheduler = scheduler
         self._generations = generations
         self._completions = completions
+        self._native = native
         self._tokenizer = tokenizer
         self._facts = facts
         self._metrics = metrics
@@ -71,6 +74,7 @@ class HttpDoor:
             routes=[
                 route("/v1/chat/completions", self.chat, "POST"),
                 route("/v1/completions", self.text, "POST"),
+                route("/generate", self.native, "POST"),
                 route("/v1/models", self.models, "GET"),
                 route("/tokenize", self.tokenize, "POST"),
                 route("/detokenize", self.detokenize, "POST"),
@@ -97,16 +101,21 @@ class HttpDoor:
     async def _complete(self, request: Request, call: ChatCall | CompletionCall, *, size_bytes: int) -> Response:
         self._check_model(call.options)
         prompts = await _off_the_loop(size_bytes, partial(self._completions.prompt_ids, call))
-        name = new_request_id()
-        generate = self._generations.generate
-        if not call.options.stream:
-            work = self._completions.whole(call, request=name, generate=generate, prompts=prompts)
-            body = await unless_client_leaves(request.receive, work)
-            return Response(body, media_type="application/json")
-        frames = self._completions.stream(call, request=name, generate=generate, prompts=prompts)
-        # What can be refused is refused before the first frame, and then it still has a status of its own.
-        first = await unless_client_leaves(request.receive, anext(frames))
-        return FrameStream(first, frames)
+        name, generate = new_request_id(), self._generations.generate
+        if call.options.stream:
+            frames = self._completions.stream(call, request=name, generate=generate, prompts=prompts)
+            return await _streamed(request, frames)
+        return await _whole(request, self._completions.whole(call, request=name, generate=generate, prompts=prompts))
+
+    async def native(self, request: Request) -> Response:
+        """SGLang's own form names no model: the one that is served is meant."""
+        body = await self._body(request)
+        call = decode_generate(body)
+        prompts = await _off_the_loop(len(body), partial(self._completions.prompt_ids, call.call))
+        name, generate = new_request_id(), self._generations.generate
+        if call.call.options.stream:
+            return await _streamed(request, self._native.stream(call, request=name, generate=generate, prompts=prompts))
+        return await _whole(request, self._native.whole(call, request=name, generate=generate, prompts=prompts))
 
     def _check_model(self, options: CallOptions) -> None:
         if options.model != self._config.model_name:
@@ -207,6 +216,16 @@ class HttpDoor:
         if report.silent:
             raise OrderTimedOut(OrderId("state"), tuple(report.silent), 5.0)
         return report
+
+
+async def _whole(request: Request, work: Awaitable[bytes]) -> Response:
+    return Response(await unless_client_leaves(request.receive, work), media_type="application/json")
+
+
+async def _streamed(request: Request, frames: AsyncGenerator[bytes, None]) -> Response:
+    """What can be refused is refused before the first frame, and then it still has a status of its own."""
+    first = await unless_client_leaves(request.receive, anext(frames))
+    return FrameStream(first, frames)
 
 
 async def _off_the_loop(size_bytes: int, tokenize: Callable[[], T]) -> T:

@@ -5,7 +5,7 @@ from types import TracebackType
 from typing import Self
 
 from kvherd.core.errors import EngineError
-from kvherd.ports.completions import Completions, Tokenizer
+from kvherd.ports.completions import Completions, NativeCompletions, Tokenizer
 from kvherd.ports.kv_stream import KvStream
 from kvherd.ports.scheduler import Scheduler
 from kvherd.services.servicer.config import ServicerConfig
@@ -32,6 +32,7 @@ class Servicer:
         scheduler: Scheduler,
         tokenizer: Tokenizer,
         completions: Completions,
+        native: NativeCompletions,
         events: KvStream,
     ) -> None:
         self._config = config
@@ -44,6 +45,7 @@ class Servicer:
             scheduler=scheduler,
             generations=generations,
             completions=completions,
+            native=native,
             tokenizer=tokenizer,
             facts=self._facts,
             metrics=metrics,
