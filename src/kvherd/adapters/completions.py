@@ -186,7 +186,8 @@ class OpenAiCompletions:
             sampling=replace(options.sampling, seed=seed),
             cache_salt=options.cache_salt,
         )
-        return Run(generation, Choice(self._decoder(skip_special_tokens=options.skip_special_tokens), limits))
+        decode = self._decoder(skip_special_tokens=options.skip_special_tokens)
+        return Run(generation, Choice(decode, limits, prompt))
 
     def _decoder(self, *, skip_special_tokens: bool) -> Callable[[list[int]], str]:
         return lambda token_ids: self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)

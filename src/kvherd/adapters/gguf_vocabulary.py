@@ -7,11 +7,12 @@ from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors
 
+from kvherd.adapters.sentencepiece import build_tokenizer
 from kvherd.adapters.vocabulary import Vocabulary
 from kvherd.core.errors import FrameInvalid, ModelMissing, ModelUnsupported
 from kvherd.wire.gguf import Value, decode_head
 
-_CONTROL, _USER_DEFINED = 3, 4  # of tokenizer.ggml.token_type
+_UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4  # of tokenizer.ggml.token_type
 _LLAMA3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
     r"|\s+(?!\S)|\s+"
@@ -21,30 +22,60 @@ _LLAMA3 = (
 def read_vocabulary(path: Path) -> Vocabulary:
     """Read a GGUF's vocabulary. Raises `ModelMissing` and `ModelUnsupported` with the reason."""
     metadata = _metadata(path)
-    kind = metadata.get("tokenizer.ggml.model")
-    if kind != "gpt2":
-        raise ModelUnsupported(str(path), f"its tokenizer is {kind!r}, and only byte-level BPE ('gpt2') is read here")
-    tokens, merges = _strings(path, metadata, "tokens"), _strings(path, metadata, "merges")
-    try:
-        tokenizer = Tokenizer(
-            models.BPE(
-                vocab={token: index for index, token in enumerate(tokens)},
-                merges=[_pair(merge) for merge in merges],
-                ignore_merges=metadata.get("tokenizer.ggml.pre") == "llama-bpe",
-            )
-        )
-    except Exception as error:  # `tokenizers` raises nothing narrower for merges of unknown tokens
-        raise ModelUnsupported(str(path), f"its vocabulary does not hold together: {error}") from error
-    tokenizer.pre_tokenizer = _pre_tokenizer(path, metadata.get("tokenizer.ggml.pre", "default"))
-    tokenizer.decoder = decoders.ByteLevel()
+    tokens = _strings(path, metadata, "tokens")
+    tokenizer = _tokenizer(path, metadata, tokens)
     _add_special(tokenizer, tokens, metadata.get("tokenizer.ggml.token_type"))
     named = {name: _named(tokens, metadata, key) for name, key in _NAMED.items()}
     bos = named["bos_token"]
-    if metadata.get("tokenizer.ggml.add_bos_token") is True and bos is not None:
+    if bos is not None and metadata.get("tokenizer.ggml.add_bos_token", _adds_bos_unsaid(metadata)) is True:
         tokenizer.post_processor = processors.TemplateProcessing(
             single=f"{bos} $A", special_tokens=[(bos, tokens.index(bos))]
         )
     return Vocabulary(tokenizer, _tokenizer_config(metadata, named), _model_config(metadata, len(tokens)))
+
+
+def _tokenizer(path: Path, metadata: Mapping[str, Value], tokens: list[str]) -> Tokenizer:
+    kind = metadata.get("tokenizer.ggml.model")
+    if kind not in ("gpt2", "llama"):
+        raise ModelUnsupported(
+            str(path),
+            f"its tokenizer is {kind!r}; byte-level BPE ('gpt2') and SentencePiece's BPE ('llama') are read here",
+        )
+    build = _byte_level if kind == "gpt2" else _sentencepiece
+    try:
+        return build(path, metadata, tokens)
+    except ModelUnsupported:
+        raise
+    except Exception as error:  # `tokenizers` raises nothing narrower for merges of unknown tokens
+        raise ModelUnsupported(str(path), f"its vocabulary does not hold together: {error}") from error
+
+
+def _byte_level(path: Path, metadata: Mapping[str, Value], tokens: list[str]) -> Tokenizer:
+    pre = metadata.get("tokenizer.ggml.pre", "default")
+    tokenizer = Tokenizer(
+        models.BPE(
+            vocab={token: index for index, token in enumerate(tokens)},
+            merges=[_pair(merge) for merge in _strings(path, metadata, "merges")],
+            ignore_merges=pre == "llama-bpe",
+        )
+    )
+    tokenizer.pre_tokenizer = _pre_tokenizer(path, pre)
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def _sentencepiece(path: Path, metadata: Mapping[str, Value], tokens: list[str]) -> Tokenizer:
+    return build_tokenizer(
+        tokens,
+        _numbers(path, metadata, "scores"),
+        [int(kind) for kind in _numbers(path, metadata, "token_type")],
+        prefix_space=metadata.get("tokenizer.ggml.add_space_prefix", True) is True,
+    )
+
+
+def _adds_bos_unsaid(metadata: Mapping[str, Value]) -> bool:
+    """Whether a first token is added where the file does not say; so llama.cpp has it."""
+    return metadata.get("tokenizer.ggml.model") == "llama" or metadata.get("tokenizer.ggml.pre") == "llama-bpe"
 
 
 _NAMED = {"bos_token": "bos", "eos_token": "eos", "pad_token": "padding", "unk_token": "unknown"}
@@ -71,6 +102,13 @@ def _strings(path: Path, metadata: Mapping[str, Value], name: str) -> list[str]:
     return [str(each) for each in value]
 
 
+def _numbers(path: Path, metadata: Mapping[str, Value], name: str) -> list[float]:
+    value = metadata.get(f"tokenizer.ggml.{name}")
+    if not isinstance(value, list):
+        raise ModelUnsupported(str(path), f"it has no list tokenizer.ggml.{name}")
+    return [float(each) for each in value if isinstance(each, int | float)]
+
+
 def _pair(merge: str) -> tuple[str, str]:
     first, _, second = merge.partition(" ")
     return first, second
@@ -92,19 +130,17 @@ def _pre_tokenizer(path: Path, pre: Value) -> pre_tokenizers.PreTokenizer:
                 ]
             )
         case _:
-            raise ModelUnsupported(str(path), f"its tokenizer cuts text the way of {pre!r}, which is unknown here")
+            raise ModelUnsupported(str(path), f"its tokenizer cuts text the way of {pre!r}, unknown here")
 
 
 def _add_special(tokenizer: Tokenizer, tokens: list[str], kinds: Value | None) -> None:
-    """Control tokens are special; those a model's maker added as plain text are matched whole, too."""
+    """Control tokens and the unknown one are special; those a model's maker added as plain text are matched whole, too."""
     if isinstance(kinds, list):
-        chosen = [
-            (token, kind) for token, kind in zip(tokens, kinds, strict=False) if kind in (_CONTROL, _USER_DEFINED)
-        ]
-        tokenizer.add_special_tokens(
-            [AddedToken(token, special=True, normalized=False) for token, kind in chosen if kind == _CONTROL]
-        )
-        tokenizer.add_tokens([AddedToken(token, normalized=False) for token, kind in chosen if kind == _USER_DEFINED])
+        typed = list(zip(tokens, kinds, strict=False))
+        special = [token for token, kind in typed if kind in (_UNKNOWN, _CONTROL)]
+        words = [token for token, kind in typed if kind == _USER_DEFINED]
+        tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
+        tokenizer.add_tokens([AddedToken(token, normalized=False) for token in words])
 
 
 def _named(tokens: list[str], metadata: Mapping[str, Value], key: str) -> str | None:

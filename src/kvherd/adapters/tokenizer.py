@@ -8,6 +8,7 @@ from pathlib import Path
 from kvherd.adapters.chat_template import ChatTemplate
 from kvherd.adapters.gguf_vocabulary import read_vocabulary
 from kvherd.adapters.model_files import ModelFile
+from kvherd.adapters.sentencepiece import SPACE, leading_spaces_dropped
 from kvherd.adapters.vocabulary import Vocabulary, byte_characters, from_hf_files, hf_files, tiny_vocabulary
 from kvherd.core.errors import FieldInvalid, FrameInvalid, ModelMissing
 from kvherd.core.text.calls import ChatCall
@@ -31,10 +32,12 @@ class ModelTokenizer:
         self._tokenizer = vocabulary.tokenizer
         source = vocabulary.chat_template
         self._template = ChatTemplate(source, vocabulary.named_tokens) if source else None
+        self._dropped_spaces = leading_spaces_dropped(self._tokenizer)
         self._byte_level = "ByteLevel" in repr(self._tokenizer.decoder)
         self.model_max_tokens = vocabulary.max_tokens
         added = self._tokenizer.get_added_tokens_decoder()
         self.special_tokens = {token.content: index for index, token in added.items() if token.special}
+        self._special_ids = frozenset(self.special_tokens.values())
         self._added = {index: token.content for index, token in added.items()}
 
     @property
@@ -48,7 +51,20 @@ class ModelTokenizer:
 
     def decode(self, token_ids: list[int], *, skip_special_tokens: bool = True) -> str:
         """Bytes that are no text become U+FFFD; ids outside the vocabulary are left out."""
+        if self._dropped_spaces is not None:
+            return self._decode_pieces(token_ids, self._dropped_spaces, skip_special_tokens=skip_special_tokens)
         return self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
+
+    def _decode_pieces(self, token_ids: list[int], dropped_spaces: int, *, skip_special_tokens: bool) -> str:
+        """As `tokenizers` does, except among bytes that are no text.
+
+        There it shows every byte of a run as U+FFFD, so one bad byte takes back characters that a reader has seen.
+        """
+        skipped = self._special_ids if skip_special_tokens else frozenset()
+        shown = b"".join(self.token_bytes(token) for token in token_ids if token not in skipped)
+        text = shown.decode("utf-8", "replace")
+        leading = len(text) - len(text.lstrip(" "))
+        return text[min(leading, dropped_spaces) :]
 
     def token_text(self, token_id: int) -> str:
         return self.token_bytes(token_id).decode("utf-8", "backslashreplace")
@@ -63,7 +79,7 @@ class ModelTokenizer:
         if self._byte_level:
             return bytes(_BYTES[character] for character in spelled if character in _BYTES)
         byte = _BYTE_TOKEN.fullmatch(spelled)
-        return bytes.fromhex(byte[1]) if byte else spelled.replace("▁", " ").encode()
+        return bytes.fromhex(byte[1]) if byte else spelled.replace(SPACE, " ").encode()
 
     def render_chat(self, call: ChatCall) -> str:
         if self._template is None:

@@ -1,6 +1,7 @@
 """The life of one choice of an answer: tokens in, text to show out, until it ends."""
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from kvherd.core.engine.generation import Finish, FinishReason, Limits, TokenDelta, TokenLogprob
@@ -38,15 +39,16 @@ class Choice:
 
     A stop string ends the choice although the generation may go on: whoever feeds should then end that. Token
     logprobs come with the delta that completes the token's text; tokens wholly inside a stop string never do.
-    Stop strings are not looked for in the first `min_new_tokens` tokens.
+    Stop strings are not looked for in the first `min_new_tokens` tokens. `context` are the prompt's tokens: a choice
+    continues them, so a space that would be dropped at a text's beginning stays.
     """
 
-    def __init__(self, decode: Decode, limits: Limits) -> None:
+    def __init__(self, decode: Decode, limits: Limits, context: Sequence[int] = ()) -> None:
         self.prompt_tokens = 0
         self.cached_tokens = 0
         self.completion_tokens = 0
         self.finish: Finish | None = None
-        self._detokenizer = IncrementalDetokenizer(decode)
+        self._detokenizer = IncrementalDetokenizer(decode, context)
         self._stops = StopMatcher(limits.stop)
         self._unmatched_tokens = limits.min_new_tokens
         self._fed_tokens = 0

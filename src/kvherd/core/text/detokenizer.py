@@ -8,7 +8,7 @@ The window is cut where it ends in whole characters. In a long run of bytes that
 cut to its latest tokens anyway: UTF-8 finds its way again within three bytes, and the window keeps far more.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 Decode = Callable[[list[int]], str]
 """Text of a token sequence as the model's tokenizer has it, U+FFFD in place of what is no text."""
@@ -18,21 +18,25 @@ _HELD_CHARACTERS = 3  # bytes that a UTF-8 character may still lack; some tokeni
 _WINDOW_TOKENS = 64
 _KEPT_TOKENS = 32
 _KEPT_CHARACTERS = 16
+_CONTEXT_TOKENS = 16
 
 
 class IncrementalDetokenizer:
     """The pieces of all calls, `finish` included, make exactly `decode` of all tokens, however they were fed.
 
+    `context` are the tokens before them, of which the latest are read: the pieces make what `decode` shows beyond it.
+    A tokenizer that drops the first space of a text keeps that of a continuation so.
+
     Exact for byte-level tokenizers on any tokens, for others on tokens whose bytes are text. The cost of a call does
     not grow with what was fed before.
     """
 
-    def __init__(self, decode: Decode) -> None:
+    def __init__(self, decode: Decode, context: Sequence[int] = ()) -> None:
         self._decode = decode
-        self._window: list[int] = []
-        self._context = 0
-        self._text = ""
-        self._shown = 0
+        self._window = list(context[-_CONTEXT_TOKENS:])
+        self._context = len(self._window)
+        self._text = decode(self._window) if self._window else ""
+        self._shown = len(self._text)
 
     @property
     def held(self) -> str:
