@@ -134,7 +134,7 @@ def _pre_tokenizer(path: Path, pre: Value) -> pre_tokenizers.PreTokenizer:
 
 
 def _add_special(tokenizer: Tokenizer, tokens: list[str], kinds: Value | None) -> None:
-    """Control tokens and the unknown one are special; those a model's maker added as plain text are matched whole, too."""
+    """Control tokens and the unknown one are special; words that the maker added are plain text, but matched whole."""
     if isinstance(kinds, list):
         typed = list(zip(tokens, kinds, strict=False))
         special = [token for token, kind in typed if kind in (_UNKNOWN, _CONTROL)]
