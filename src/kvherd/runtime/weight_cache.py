@@ -2,9 +2,12 @@
 
     <cache>/weights-<digest>.bin     every array, one after the other, each at a page's start
     <cache>/weights-<digest>.json    name → shape, order, offset; written last, so its presence means the rest is whole
-    <cache>/weights-<digest>.lock    held while converting
+    <cache>/weights-<digest>.lock    held while converting, and while removing
 
 The digest is of the model file's size, time of change and first bytes, and of `FORMAT`.
+
+Who converts also removes what nobody will read again: entries of older formats, of the same path as it was before, and
+what a conversion left that was killed. Engines that have such an entry mapped keep it until they end.
 """
 
 import fcntl
@@ -18,6 +21,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 import msgspec
 import numpy as np
@@ -26,7 +30,7 @@ from numpy.typing import NDArray
 from kvherd.core.errors import StartFailed
 from kvherd.runtime.weights import Floats, Weights, from_named
 
-FORMAT = 1
+FORMAT = 2
 LOCK_DEADLINE_S = 120.0
 _PAGE = 4096
 _log = logging.getLogger(__name__)
@@ -44,6 +48,8 @@ class Index(msgspec.Struct, frozen=True):
     layers: int
     size_bytes: int
     arrays: dict[str, Placed]
+    format: int = 1
+    source: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +73,11 @@ class WeightCache:
             with _locked(stem.with_suffix(".lock")):
                 found = _mapped(stem)
                 if found is None:
-                    _write(stem, convert())
+                    source = str(model.resolve())
+                    _remove(stem)
+                    _write(stem, convert(), source)
                     found = _mapped(stem)
+                    _remove_old(stem, source)
         except OSError as error:
             _log.warning("weights are not cached: %s", error)
             return convert()
@@ -110,7 +119,7 @@ def _view(file: NDArray[np.uint8], placed: Placed) -> Floats:
     return array.T if placed.transposed else array
 
 
-def _write(stem: Path, weights: Weights) -> None:
+def _write(stem: Path, weights: Weights, source: str) -> None:
     arrays: dict[str, Placed] = {}
     offset = 0
     with _replacing(stem.with_suffix(".bin")) as path, path.open("wb") as file:
@@ -122,7 +131,36 @@ def _write(stem: Path, weights: Weights) -> None:
             file.truncate(offset)
             file.seek(offset)
     with _replacing(stem.with_suffix(".json")) as path:
-        path.write_bytes(msgspec.json.encode(Index(len(weights.layers), offset, arrays)))
+        path.write_bytes(msgspec.json.encode(Index(len(weights.layers), offset, arrays, FORMAT, source)))
+
+
+def _remove_old(kept: Path, source: str) -> None:
+    """Remove entries that no start reads any more; one that is being made now is left to its maker."""
+    names = {path.name.partition(".")[0] for path in kept.parent.glob("weights-*.*")}
+    for stem in (kept.with_name(name) for name in names - {kept.name}):
+        try:
+            with _locked(stem.with_suffix(".lock"), within_s=0.0):
+                if _is_old(stem, source):
+                    _remove(stem)
+                    stem.with_suffix(".lock").unlink(missing_ok=True)
+        except (OSError, StartFailed) as error:
+            _log.info("left %s where it is: %s", stem, error)
+
+
+def _remove(stem: Path) -> None:
+    stem.with_suffix(".json").unlink(missing_ok=True)  # first: without it nobody takes the rest for whole
+    for path in stem.parent.glob(f"{stem.name}.bin*"):  # with what a conversion left that was killed
+        path.unlink(missing_ok=True)
+
+
+def _is_old(stem: Path, source: str) -> bool:
+    try:
+        index = msgspec.json.decode(stem.with_suffix(".json").read_bytes(), type=Index)
+    except FileNotFoundError:
+        return True  # a conversion that never ended
+    except msgspec.MsgspecError:
+        return False  # of a later format, maybe
+    return index.format < FORMAT or (index.format == FORMAT and index.source == source)
 
 
 @contextmanager
@@ -138,18 +176,34 @@ def _replacing(path: Path) -> Iterator[Path]:
 
 
 @contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Hold the lock at `path`; the kernel gives it back when its holder dies."""
-    deadline = time.monotonic() + LOCK_DEADLINE_S
-    with path.open("w") as file:
-        while True:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() > deadline:
-                    raise StartFailed(
-                        "the engine", f"another process has held {path} for {LOCK_DEADLINE_S:g} s"
-                    ) from None
-                time.sleep(0.05)
-        yield
+def _locked(path: Path, within_s: float | None = None) -> Iterator[None]:
+    """Hold the lock at `path`; the kernel gives it back when its holder dies. Raises `StartFailed` when it is late."""
+    patience_s = LOCK_DEADLINE_S if within_s is None else within_s
+    deadline = time.monotonic() + patience_s
+    while True:
+        with path.open("w") as file:
+            if _lock(file, deadline) and _is_at(file, path):
+                yield
+                return
+        if time.monotonic() > deadline:
+            raise StartFailed("the engine", f"another process has held {path} for {patience_s:g} s")
+
+
+def _lock(file: IO[str], deadline: float) -> bool:
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() >= deadline:
+                return False
+            time.sleep(0.05)
+        else:
+            return True
+
+
+def _is_at(file: IO[str], path: Path) -> bool:
+    """Whether it still has this name: who held the lock may have removed it, and then it locks nothing."""
+    try:
+        return os.fstat(file.fileno()).st_ino == path.stat().st_ino
+    except FileNotFoundError:
+        return False
