@@ -10,9 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvherd.runtime import attention
+from kvherd.runtime import attention, row_shares
 from kvherd.runtime.architecture import shape_of
 from kvherd.runtime.batch import ForwardBatch, SequenceRows
+from kvherd.runtime.blas_threads import BlasThreads
 from kvherd.runtime.gguf_weights import read_head, read_weights
 from kvherd.runtime.kv_pool import KvPool
 from kvherd.runtime.transformer import Transformer
@@ -128,6 +129,48 @@ def test_sequences_of_very_different_lengths_are_not_padded_to_one_another() -> 
     rows = [SequenceRows([1], length - 1, list(range(16))) for length in (4, 60, 5, 64)]
     groups = attention.plan_attention(rows, pool)
     assert [sorted(part.rows) for part in groups if isinstance(part, attention.DecodeGroup)] == [[0, 2], [1, 3]]
+
+
+class ThreeThreads(BlasThreads):
+    """As many on any machine."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 3
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_shares_of_a_step_have_the_logits_of_the_plain_model(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cut inside a prompt behind a prefix, inside a fresh one, and between decode rows."""
+    monkeypatch.setattr(row_shares, "LEAST_ROWS", 2)
+    pair = ALL_TWINS[name]
+    shared = Transformer(pair.paged.shape, pair.paged._weights, pair.paged.pool, threads=ThreeThreads())
+    one, other, third = prompt(30, seed=1), prompt(21, seed=2), prompt(9, seed=3)
+    tables = ([5, 1, 9, 2, 8, 3, 7, 4], [10, 15, 11, 14, 12, 13], [20, 19, 18])
+    for _ in range(20):  # a race would not show every time
+        pair.paged.pool.keys[:] = pair.paged.pool.values[:] = 7
+        shared.forward(ForwardBatch([SequenceRows(one[:7], 0, tables[0]), SequenceRows(third[:-1], 0, tables[2])]))
+        logits = shared.forward(
+            ForwardBatch(
+                [
+                    SequenceRows(one[7:], 7, tables[0]),
+                    SequenceRows(third[-1:], len(third) - 1, tables[2]),
+                    SequenceRows(other, 0, tables[1]),
+                ]
+            )
+        )
+        assert len(logits) == 3
+        for tokens, row in zip((one, third, other), logits, strict=True):
+            assert pair.agree(tokens, row)
+
+
+@pytest.mark.parametrize("token", [-1, 50, 2**40])
+def test_a_token_outside_the_vocabulary_is_refused_before_anything_is_written(token: int) -> None:
+    paged = ALL_TWINS["grouped"].paged
+    before = paged.pool.keys.copy()
+    with pytest.raises(ValueError, match=f"token {token} is not in the vocabulary of 50"):
+        paged.forward(ForwardBatch([SequenceRows([1, 2], 0, [0]), SequenceRows([3, token], 0, [1])]))
+    assert np.array_equal(paged.pool.keys, before)
 
 
 @st.composite

@@ -7,6 +7,7 @@ pieces of its rows, so that scores take no more than about `SCORES_BYTES` howeve
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,6 +18,7 @@ from kvherd.runtime.scratch import Scratch
 from kvherd.runtime.weights import Floats
 
 SCORES_BYTES = 4 << 20
+_PIECE_ROWS = 64  # a longer piece computes more scores that no row sees, a shorter one multiplies slower
 _WASTE = 1.5  # a group may read this many times the blocks it needs
 _MOST_BLOCKS = 2048  # a group reads at most so many, unless one sequence has more
 
@@ -102,50 +104,52 @@ class Attention:
             case ChunkRows():
                 self._attend_chunk(part, layer, queries, out)
 
-    def _read(self, layer: Floats, blocks: Blocks) -> Floats:
+    def _read(self, name: str, layer: Floats, blocks: Blocks) -> Floats:
         size = blocks.size * self._pool.block_size
-        return self._pool.read(layer, blocks, self._scratch.take("gathered", size * layer.shape[1] * layer.shape[2]))
+        return self._pool.read(layer, blocks, self._scratch.take(name, size * layer.shape[1] * layer.shape[2]))
 
     def _attend_group(self, part: DecodeGroup, layer: int, queries: Floats, out: Floats) -> None:
         # One query head at a time, as a product of a vector and a matrix: three rows at a time took twice as long.
         asked = queries[part.rows][:, :, :, None, :]
-        keys = self._read(self._pool.keys[layer], part.blocks).transpose(0, 2, 3, 1)[:, :, None]
+        keys = self._read("gathered", self._pool.keys[layer], part.blocks).transpose(0, 2, 3, 1)[:, :, None]
         scores = self._scratch.take("scores", *asked.shape[:-1], keys.shape[-1])
         np.matmul(asked, keys, out=scores)
         scores += part.unseen
         total = _exponentials(scores)
-        values = self._read(self._pool.values[layer], part.blocks).transpose(0, 2, 1, 3)[:, :, None]
+        values = self._read("gathered", self._pool.values[layer], part.blocks).transpose(0, 2, 1, 3)[:, :, None]
         out[part.rows] = (np.matmul(scores, values) / total)[:, :, :, 0]
 
     def _attend_chunk(self, part: ChunkRows, layer: int, queries: Floats, out: Floats) -> None:
         heads_of_all = queries.shape[1] * queries.shape[2]
         context = part.position + part.last - part.first
-        piece = max(16, SCORES_BYTES // (4 * heads_of_all * context))
+        piece = min(_PIECE_ROWS, max(16, SCORES_BYTES // (4 * heads_of_all * context)))
+        keys = self._read("keys", self._pool.keys[layer], part.blocks).transpose(1, 2, 0)
+        values = self._read("values", self._pool.values[layer], part.blocks).transpose(1, 0, 2)
         for first in range(part.first, part.last, piece):
-            self._attend_piece(part, (first, min(first + piece, part.last)), layer, queries, out)
+            last = min(first + piece, part.last)
+            seen = part.position + last - part.first  # so many tokens the last row of the piece sees
+            out[first:last] = self._piece(queries[first:last], keys[:, :, :seen], values[:, :seen])
 
-    def _attend_piece(self, part: ChunkRows, piece: tuple[int, int], layer: int, queries: Floats, out: Floats) -> None:
-        first, last = piece
-        _, heads, group, size = queries.shape
-        count = last - first
-        seen = part.position + last - part.first  # so many tokens the last row of the piece sees
-        blocks = part.blocks[: -(-seen // self._pool.block_size)]
-        keys = self._read(self._pool.keys[layer], blocks)[:seen].transpose(1, 2, 0)
-        asked = queries[first:last].transpose(1, 2, 0, 3).reshape(heads, group * count, size)
+    def _piece(self, queries: Floats, keys: Floats, values: Floats) -> Floats:
+        """Attention of the latest rows of what `keys` (kv heads, head size, tokens) and `values` hold."""
+        count, heads, group, size = queries.shape
+        seen = keys.shape[2]
+        asked = queries.transpose(1, 2, 0, 3).reshape(heads, group * count, size)
         scores = self._scratch.take("scores", heads, group * count, seen)
         np.matmul(asked, keys, out=scores)
         if count > 1:
             scores.reshape(heads, group, count, seen)[..., seen - count :] += _future(count)
         total = _exponentials(scores)
-        values = self._read(self._pool.values[layer], blocks)[:seen].transpose(1, 0, 2)
-        answer = np.matmul(scores, values)
+        answer: Floats = np.matmul(scores, values)
         answer /= total
-        out[first:last] = answer.reshape(heads, group, count, size).transpose(2, 0, 1, 3)
+        return answer.reshape(heads, group, count, size).transpose(2, 0, 1, 3)
 
 
+@lru_cache(maxsize=128)
 def _future(count: int) -> Floats:
-    """What each of `count` new tokens must not see of the others."""
-    return np.triu(np.full((count, count), -np.inf, dtype=np.float32), k=1)
+    """What each of `count` new tokens must not see of the others. To be read only."""
+    future: Floats = np.triu(np.full((count, count), -np.inf, dtype=np.float32), k=1)
+    return future
 
 
 def _exponentials(scores: Floats) -> Floats:

@@ -11,6 +11,7 @@ import numpy as np
 from kvherd.core.errors import OptionInvalid
 from kvherd.runtime.architecture import LlamaShape, shape_of
 from kvherd.runtime.batch import Choice, ForwardBatch, ModelFacts, SamplingState
+from kvherd.runtime.blas_threads import BlasThreads
 from kvherd.runtime.gguf_weights import read_head, read_weights
 from kvherd.runtime.kv_pool import KvPool
 from kvherd.runtime.sampler import sample
@@ -30,6 +31,7 @@ class EngineModel(Protocol):
         """Run the new tokens of every sequence, then choose a token for each that wants logits.
 
         `states` has one entry for each of those, in the order of the batch; so has the answer.
+        Raises `ValueError` for a token that is not in the vocabulary.
         """
         ...
 
@@ -67,7 +69,7 @@ def _from_file(path: Path) -> tuple[LlamaShape, Weights]:
 
 class _NumpyModel:
     def __init__(self, shape: LlamaShape, weights: Weights, pool: KvPool) -> None:
-        self._transformer = Transformer(shape, weights, pool)
+        self._transformer = Transformer(shape, weights, pool, threads=BlasThreads())
         self._dice = np.random.default_rng()
         self.facts = ModelFacts(
             vocab_size=shape.vocab_size,
