@@ -149,8 +149,9 @@ def _remove_old(kept: Path, source: str) -> None:
 
 def _remove(stem: Path) -> None:
     stem.with_suffix(".json").unlink(missing_ok=True)  # first: without it nobody takes the rest for whole
-    for path in stem.parent.glob(f"{stem.name}.bin*"):  # with what a conversion left that was killed
-        path.unlink(missing_ok=True)
+    for path in stem.parent.glob(f"{stem.name}.*"):  # also what a conversion left that was killed
+        if path.suffix != ".lock":
+            path.unlink(missing_ok=True)
 
 
 def _is_old(stem: Path, source: str) -> bool:
