@@ -10,7 +10,7 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -57,14 +57,14 @@ def free_ports(offsets: Iterable[int] = ENGINE_OFFSETS) -> int:
     raise AssertionError("no free ports")
 
 
-class KvherdProcess:
-    """A `kvherd` command as a process; leaving it kills whatever descends from it and removes its folder.
+class OwnedProcess:
+    """A command as a process; leaving it kills whatever descends from it and removes its folder.
 
     Its log, its state and its temporary files are in a folder of its own, so that what it forgot can be seen.
     """
 
-    def __init__(self, *words: str) -> None:
-        self.words = words
+    def __init__(self, command: Sequence[str], *, environment: Mapping[str, str] | None = None) -> None:
+        self.command = tuple(command)
         # Short, because the path of a Unix socket may have 107 bytes only.
         self.folder = Path(tempfile.mkdtemp(prefix="kht-", dir="/tmp"))
         self.temporary = self.folder / "tmp"
@@ -72,13 +72,15 @@ class KvherdProcess:
         self.output = self.folder / "output"
         self._mark = uuid.uuid4().hex
         places = {"TMPDIR": str(self.temporary), "XDG_STATE_HOME": str(self.folder / "state")}
+        # A title set by setproctitle would overwrite the environment, and with it the mark.
+        marks = {MARK: self._mark, "SPT_NOENV": "1"}
         with self.output.open("wb") as output:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "kvherd.cli.main", *words],
+                self.command,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                env=os.environ | places | {MARK: self._mark},
+                env=os.environ | places | dict(environment or {}) | marks,
                 start_new_session=True,
             )
 
@@ -89,7 +91,7 @@ class KvherdProcess:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if error is not None:
-            error.add_note(f"kvherd {' '.join(self.words)} said:\n{self.said}")
+            error.add_note(f"{' '.join(self.command)} said:\n{self.said}")
         for pid in self.family():
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -148,10 +150,17 @@ class KvherdProcess:
 
     def assert_nothing_left(self, *, ports: Iterable[int] = (), within_s: float = 5.0) -> None:
         """Neither a process, nor a port, nor a temporary file."""
-        wait_until(lambda: not self.family(), within_s=within_s, what=f"no process of {self.words} is left")
+        wait_until(lambda: not self.family(), within_s=within_s, what=f"no process of {self.command} is left")
         taken = [port for port in ports if not can_bind(port)]
         assert taken == []
         assert [path.name for path in self.temporary.iterdir()] == []
+
+
+class KvherdProcess(OwnedProcess):
+    """A `kvherd` command."""
+
+    def __init__(self, *words: str) -> None:
+        super().__init__([sys.executable, "-m", "kvherd.cli.main", *words])
 
 
 def command_line(pid: int) -> str:
