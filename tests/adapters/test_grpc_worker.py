@@ -368,3 +368,9 @@ async def test_a_flush_that_stalls_is_on_its_way_and_ends_at_the_callers_deadlin
             async with asyncio.timeout(0.3):
                 await worker.flush(timeout_s=9.0, opened=lambda: opened.append(True))
     assert opened == [True]
+
+
+async def test_a_token_that_is_not_in_the_vocabulary_has_no_text() -> None:
+    async with worker_before(EngineScript()) as worker:
+        with pytest.raises(FieldInvalid, match="token 1000000 is not in the vocabulary"):
+            await worker.forward(call("/detokenize", {"tokens": [1_000_000]}), FakeResponder())

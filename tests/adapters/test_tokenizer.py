@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from kvherd.adapters.model_files import locate
 from kvherd.adapters.tokenizer import ModelTokenizer, load_tokenizer, tokenizer_from_directory, tokenizer_from_zip
-from kvherd.core.errors import FieldInvalid, FrameInvalid, ModelMissing
+from kvherd.core.errors import FieldInvalid, FrameInvalid, ModelMissing, PromptTooLong
 from kvherd.core.text.calls import CallOptions, ChatCall
 from kvherd.ports.completions import Tokenizer
 from kvherd.runtime.tiny import TINY
@@ -192,3 +192,15 @@ def test_adapters_do_not_bring_numpy_along() -> None:
     """Its threads must be counted by the launcher's environment before it is first imported."""
     program = "import sys, kvherd.adapters.tokenizer, kvherd.adapters.model_files; sys.exit('numpy' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], check=False, timeout=60).returncode == 0
+
+
+def test_a_hopelessly_long_text_is_refused_without_counting_it() -> None:
+    with pytest.raises(PromptTooLong, match=r"at least .* tokens, but the context of this model holds 2048"):
+        TINY_TOKENIZER.check_length("a" * 1_000_000)
+    TINY_TOKENIZER.check_length("a" * TINY_TOKENIZER.model_max_tokens)
+
+
+@given(st.text(max_size=200))
+def test_a_long_text_has_the_tokens_of_its_parts(text: str) -> None:
+    parts = 4096 // max(1, len(text)) + 1
+    assert TINY_TOKENIZER.encode(text * parts) == TINY_TOKENIZER.encode(text) * parts

@@ -76,7 +76,9 @@ class OpenAiCompletions:
 
     def prompt_ids(self, call: ChatCall | CompletionCall) -> list[list[int]]:
         if isinstance(call, ChatCall):
-            return [self._tokenizer.encode(self._tokenizer.render_chat(call))]
+            text = self._tokenizer.render_chat(call)
+            self._tokenizer.check_length(text)
+            return [self._tokenizer.encode(text)]
         several = len(call.prompts) > 1
         return [
             self._one_prompt(prompt, f"prompt[{index}]" if several else "prompt")
@@ -201,6 +203,7 @@ class OpenAiCompletions:
 
     def _one_prompt(self, prompt: str | tuple[int, ...], path: str) -> list[int]:
         if isinstance(prompt, str):
+            self._tokenizer.check_length(prompt)
             token_ids = self._tokenizer.encode(prompt, add_special_tokens=True)
         else:
             token_ids = list(prompt)

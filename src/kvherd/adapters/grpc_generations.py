@@ -129,6 +129,7 @@ class GrpcGenerations:
     async def _tokenize(self, call: Call, responder: Responder) -> None:
         asked = decode_tokenize(call.body)
         if isinstance(asked, TokenizeText):
+            self._tokenizer.check_length(asked.prompt)
             token_ids = self._tokenizer.encode(asked.prompt, add_special_tokens=asked.add_special_tokens)
         else:
             token_ids = self._completions.prompt_ids(asked)[0]
@@ -137,6 +138,10 @@ class GrpcGenerations:
 
     async def _detokenize(self, call: Call, responder: Responder) -> None:
         token_ids = decode_detokenize(call.body)
+        vocab_size = self._traits.vocab_size
+        strange = next((token for token in token_ids if token >= vocab_size > 0), None)
+        if strange is not None:
+            raise FieldInvalid("tokens", f"token {strange} is not in the vocabulary of {vocab_size}")
         text = self._tokenizer.decode(token_ids, skip_special_tokens=False)
         # vLLM's clients read the one, SGLang's the other
         _send(call, responder, msgspec.json.encode({"prompt": text, "text": text}))

@@ -10,10 +10,11 @@ from kvherd.adapters.gguf_vocabulary import read_vocabulary
 from kvherd.adapters.model_files import ModelFile
 from kvherd.adapters.sentencepiece import SPACE, leading_spaces_dropped
 from kvherd.adapters.vocabulary import Vocabulary, byte_characters, from_hf_files, hf_files, tiny_vocabulary
-from kvherd.core.errors import FieldInvalid, FrameInvalid, ModelMissing
+from kvherd.core.errors import FieldInvalid, FrameInvalid, ModelMissing, PromptTooLong
 from kvherd.core.text.calls import ChatCall
 
 ARCHIVE_LIMIT_BYTES = 256 << 20
+LONG_CHARACTERS = 4096
 _READ = ("tokenizer.json", "tokenizer_config.json", "config.json", "chat_template.jinja")
 _EPOCH = (1980, 1, 1, 0, 0, 0)  # the earliest a zip can say
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
@@ -39,6 +40,8 @@ class ModelTokenizer:
         self.special_tokens = {token.content: index for index, token in added.items() if token.special}
         self._special_ids = frozenset(self.special_tokens.values())
         self._added = {index: token.content for index, token in added.items()}
+        spells_all = self._tokenizer.normalizer is None or self._dropped_spaces is not None  # drops no character
+        self._longest_token_bytes = self._longest() if spells_all and self.model_max_tokens else 0
 
     @property
     def vocab_size(self) -> int:
@@ -46,8 +49,20 @@ class ModelTokenizer:
 
     def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
         """`add_special_tokens` adds what the model puts around a text, such as a first token; most add nothing."""
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        if len(text) < LONG_CHARACTERS:
+            ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        else:  # without the place of each token in the text, in a third of the time
+            ids = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
         return ids
+
+    def check_length(self, text: str) -> None:
+        if self._longest_token_bytes:
+            least = len(text) // self._longest_token_bytes
+            if least > self.model_max_tokens:
+                raise PromptTooLong(least, 0, self.model_max_tokens, at_least=True)
+
+    def _longest(self) -> int:
+        return max((len(self.token_bytes(token)) for token in range(self.vocab_size)), default=0)
 
     def decode(self, token_ids: list[int], *, skip_special_tokens: bool = True) -> str:
         """Bytes that are no text become U+FFFD; ids outside the vocabulary are left out."""

@@ -56,14 +56,17 @@ class FieldInvalid(CallerError):
 
 @dataclass(eq=False)
 class PromptTooLong(CallerError):
+    """`at_least` says that the prompt was not counted to its end, as it is far too long."""
+
     prompt_tokens: int
     max_new_tokens: int
     context_tokens: int
+    at_least: bool = False
 
     def __str__(self) -> str:
         asked = f" and {self.max_new_tokens} for the answer" if self.max_new_tokens else ""
         return (
-            f"the prompt has {self.prompt_tokens} tokens{asked}, "
+            f"the prompt has {'at least ' * self.at_least}{self.prompt_tokens} tokens{asked}, "
             f"but the context of this model holds {self.context_tokens}; shorten one of them"
         )
 

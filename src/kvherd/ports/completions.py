@@ -32,6 +32,13 @@ class Tokenizer(Protocol):
 
     def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]: ...
 
+    def check_length(self, text: str) -> None:
+        """Raise `PromptTooLong` for a text that cannot fit into the model's context; costs next to nothing.
+
+        It passes texts that do not fit by little: these have to be counted.
+        """
+        ...
+
     def decode(self, token_ids: list[int], *, skip_special_tokens: bool = True) -> str: ...
 
     def token_text(self, token_id: int) -> str:

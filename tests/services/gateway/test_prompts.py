@@ -106,3 +106,17 @@ def test_prompts_with_a_common_text_have_a_common_chain() -> None:
     one, other = first.text_chain(hasher, "m"), second.text_chain(hasher, "m")
     assert one[:2] == other[:2]
     assert one[2] != other[2]
+
+
+class AroundTokenizer(ByteTokenizer):
+    """Puts a first token before a text, as Llama does."""
+
+    def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
+        return [1] * add_special_tokens + super().encode(text)
+
+
+@pytest.mark.net  # a thread needs the real clock
+async def test_a_plain_text_gets_the_first_token_that_the_engine_gives_it() -> None:
+    completion = await read("/v1/completions", {"model": "m", "prompt": "hi"}, AroundTokenizer())
+    native = await read("/generate", {"text": "hi"}, AroundTokenizer())
+    assert completion.token_ids == native.token_ids == [1, *b"hi"]

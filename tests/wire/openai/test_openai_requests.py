@@ -250,3 +250,7 @@ def test_json_that_is_no_object_is_refused() -> None:
 def test_refusals_say_what_would_be_right() -> None:
     assert refusal(chat(temperature=-1)) == "temperature: must be between 0 and 2, not -1"
     assert refusal(chat(max_tokens=0)) == "max_tokens: must be between 1 and 2147483647, not 0"
+
+
+def test_a_number_with_thousands_of_digits_is_refused() -> None:
+    assert "a number in it is too long" in refusal(b'{"model": "m", "max_tokens": ' + b"9" * 5000 + b"}")

@@ -84,8 +84,15 @@ class EncodingCache:
         # A tokenizer is told apart by its identity, so it must stay alive as long as its encodings.
         self._tokenizers: dict[int, Tokenizer] = {}
 
-    async def encode(self, tokenizer: Tokenizer, text: str) -> list[int]:
-        """Tokens of a rendered prompt. Long fresh text is encoded in a thread."""
+    async def encode(self, tokenizer: Tokenizer, text: str, *, add_special_tokens: bool = False) -> list[int]:
+        """Tokens of a prompt; a rendered chat has its special tokens, to a plain text they are added.
+
+        Long fresh text is encoded in a thread. Raises `PromptTooLong` for what cannot fit into the model's context, before any work.
+        """
+        tokenizer.check_length(text)
+        if add_special_tokens and tokenizer.encode("", add_special_tokens=True):
+            # what stands around a text is told by the whole text only
+            return await asyncio.to_thread(tokenizer.encode, text, add_special_tokens=True)
         segments = self._cut(tokenizer, text)
         fresh = list(dict.fromkeys(segment for segment in segments if (id(tokenizer), segment) not in self._known))
         if sum(map(len, fresh)) > LONG_BYTES:
@@ -156,7 +163,10 @@ async def _encode_chat(call: ChatCall, tokenizer: Tokenizer, cache: EncodingCach
 async def _encode_completion(call: CompletionCall, prompt: Prompt, tokenizer: Tokenizer, cache: EncodingCache) -> None:
     first = call.prompts[0]
     prompt.several = len(call.prompts) > 1
-    prompt.token_ids = await cache.encode(tokenizer, first) if isinstance(first, str) else first
+    if isinstance(first, str):
+        prompt.token_ids = await cache.encode(tokenizer, first, add_special_tokens=True)
+    else:
+        prompt.token_ids = first
 
 
 async def _encode_generate(body: bytes, prompt: Prompt, tokenizer: Tokenizer, cache: EncodingCache) -> None:
@@ -164,7 +174,9 @@ async def _encode_generate(body: bytes, prompt: Prompt, tokenizer: Tokenizer, ca
     if bytes(asked.input_ids):
         prompt.token_ids = msgspec.json.decode(asked.input_ids, type=tuple[int, ...])
     elif bytes(asked.text):
-        prompt.token_ids = await cache.encode(tokenizer, msgspec.json.decode(asked.text, type=str))
+        prompt.token_ids = await cache.encode(
+            tokenizer, msgspec.json.decode(asked.text, type=str), add_special_tokens=True
+        )
 
 
 def _text_of(path: str, body: bytes, peeked: Peek) -> bytes:

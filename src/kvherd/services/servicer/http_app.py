@@ -132,7 +132,10 @@ class HttpDoor:
 
     def _token_ids(self, call: ChatCall | TokenizeText) -> list[int]:
         if isinstance(call, ChatCall):
-            return self._tokenizer.encode(self._tokenizer.render_chat(call))
+            text = self._tokenizer.render_chat(call)
+            self._tokenizer.check_length(text)
+            return self._tokenizer.encode(text)
+        self._tokenizer.check_length(call.prompt)
         return self._tokenizer.encode(call.prompt, add_special_tokens=call.add_special_tokens)
 
     async def detokenize(self, request: Request) -> Response:

@@ -33,6 +33,8 @@ def body_not_json(body: bytes, error: Exception) -> BodyNotJson:
         return BodyNotJson(*_position(body, better.start), f"byte 0x{body[better.start]:02x} is not UTF-8")
     except RecursionError:
         return BodyNotJson(1, 1, "it is nested too deeply")
+    except ValueError:  # json has a limit for the digits of a whole number
+        return BodyNotJson(1, 1, "a number in it is too long")
     # json takes what msgspec does not: NaN, numbers out of range, half surrogates
     found = _AT_BYTE.search(str(error))
     problem = _AT_BYTE.sub("", str(error)).removeprefix("JSON is malformed: ").split(" - at")[0]
