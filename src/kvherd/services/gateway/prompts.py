@@ -87,7 +87,8 @@ class EncodingCache:
     async def encode(self, tokenizer: Tokenizer, text: str, *, add_special_tokens: bool = False) -> list[int]:
         """Tokens of a prompt; a rendered chat has its special tokens, to a plain text they are added.
 
-        Long fresh text is encoded in a thread. Raises `PromptTooLong` for what cannot fit into the model's context, before any work.
+        Long fresh text is encoded in a thread. Raises `PromptTooLong`, before any work, for what cannot fit into the
+        context of the model.
         """
         tokenizer.check_length(text)
         if add_special_tokens and tokenizer.encode("", add_special_tokens=True):
