@@ -1,8 +1,9 @@
 """SentencePiece vocabularies out of a GGUF: the tokens its own rule makes, every text back, and no space lost."""
 
 import itertools
+import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -10,11 +11,14 @@ from gguf import GGUFWriter
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvherd.adapters.completions import OpenAiCompletions
 from kvherd.adapters.gguf_vocabulary import read_vocabulary
 from kvherd.adapters.sentencepiece import build_tokenizer
 from kvherd.adapters.tokenizer import ModelTokenizer, tokenizer_from_zip
+from kvherd.core.engine.generation import Finish, FinishReason, GenerationRequest, TokenDelta
 from kvherd.core.errors import FieldInvalid, ModelUnsupported
-from kvherd.core.text.calls import CallOptions, ChatCall
+from kvherd.core.ids import RequestId
+from kvherd.core.text.calls import CallOptions, ChatCall, CompletionCall
 from kvherd.core.text.detokenizer import IncrementalDetokenizer
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, BYTE = 1, 2, 3, 4, 6
@@ -200,6 +204,19 @@ def test_the_space_between_a_prompt_and_its_continuation_is_shown(llama: ModelTo
     prompt, more = llama.encode("the"), llama.encode("herd")
     assert IncrementalDetokenizer(llama.decode, prompt).feed(more) == " herd"
     assert IncrementalDetokenizer(llama.decode).feed(more) == "herd"
+
+
+async def test_a_completion_goes_on_where_its_prompt_ends(llama: ModelTokenizer) -> None:
+    asked: list[GenerationRequest] = []
+
+    async def generate(request: GenerationRequest) -> AsyncIterator[TokenDelta]:
+        asked.append(request)
+        yield TokenDelta(tuple(llama.encode("herd eats")), 2, 9, 0, finish=Finish(FinishReason.LENGTH))
+
+    call = CompletionCall(CallOptions("m"), ("the",), echo=True)
+    answer = await OpenAiCompletions(llama, "m", 99).whole(call, request=RequestId("r"), generate=generate)
+    assert asked[0].prompt_token_ids == llama.encode("the", add_special_tokens=True)
+    assert json.loads(answer)["choices"][0]["text"] == "the herd eats"
 
 
 @pytest.mark.parametrize(
