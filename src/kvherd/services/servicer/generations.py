@@ -63,7 +63,7 @@ class Generations:
                 async for delta in plain:
                     yield delta
             return
-        choice = Choice(lambda ids: self._tokenizer.decode(ids, skip_special_tokens=False), request.limits)
+        choice = Choice(self._decode, request.limits, request.prompt_token_ids)
         async with aclosing(self.generate(request)) as deltas:
             async for delta in deltas:
                 before = delta.completion_tokens - len(delta.token_ids)
@@ -85,6 +85,9 @@ class Generations:
         """End every choice of a call; False if none of it is alive."""
         choices = self._calls.get(call, (call,))
         return any([await self._scheduler.abort(choice, reason=reason) for choice in choices])
+
+    def _decode(self, token_ids: list[int]) -> str:
+        return self._tokenizer.decode(token_ids, skip_special_tokens=False)
 
     async def choices(
         self, call: RequestId, requests: Sequence[GenerationRequest]
