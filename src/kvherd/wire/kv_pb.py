@@ -7,6 +7,7 @@ own: they decode to None. The epoch and the cursors of several ranks have no fie
     kvherd-cursors: 0=4294967297,1=8589934593      in a call: rank = last batch admitted
 """
 
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Final
@@ -84,10 +85,13 @@ def epoch_in(metadata: Iterable[tuple[str, str | bytes]] | None) -> Epoch | None
     return decode_subscribe(0, [(key, value) for key, value in metadata or () if key == EPOCH_KEY]).epoch
 
 
+_CURSOR: Final = re.compile("[0-9]{1,9}=[0-9]{1,20}")
+
+
 def _cursor(part: str) -> tuple[Rank, int]:
     rank, _, last = part.partition("=")
-    if not (rank.isascii() and rank.isdigit() and last.isascii() and last.isdigit()):
-        raise FieldInvalid(CURSORS_KEY, f"{part!r} is not RANK=NUMBER")
+    if not _CURSOR.fullmatch(part):
+        raise FieldInvalid(CURSORS_KEY, f"{part[:40]!r} is not RANK=NUMBER")
     return Rank(int(rank)), int(last)
 
 
