@@ -31,6 +31,9 @@ class NoFollowing:
     def remove(self, worker: WorkerId) -> None:
         pass
 
+    def returned(self, worker: WorkerId) -> None:
+        pass
+
 
 @asynccontextmanager
 async def gateway(

@@ -55,6 +55,9 @@ class NoFollowing:
     def remove(self, worker: WorkerId) -> None:
         pass
 
+    def returned(self, worker: WorkerId) -> None:
+        pass
+
 
 @dataclass
 class Herd:

@@ -28,12 +28,16 @@ class Following:
     """Keeps what it was asked to follow."""
 
     now: dict[WorkerId, str] = field(default_factory=dict)
+    back: list[WorkerId] = field(default_factory=list)
 
     def add(self, worker: WorkerId, feed: KvFeed, *, model: str) -> None:
         self.now[worker] = model
 
     def remove(self, worker: WorkerId) -> None:
         self.now.pop(worker, None)
+
+    def returned(self, worker: WorkerId) -> None:
+        self.back.append(worker)
 
 
 @dataclass
@@ -119,7 +123,7 @@ async def test_a_dead_worker_is_noticed_and_taken_back() -> None:
         ann.fails = None
         await asyncio.sleep(2.5)
         assert member.state is WorkerState.UP
-        assert it.restarted == [ANN]
+        assert it.restarted == it.following.back == [ANN]
 
 
 async def test_a_worker_that_returns_as_another_is_known_as_that() -> None:

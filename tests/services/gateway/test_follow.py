@@ -129,6 +129,26 @@ async def test_what_was_quarantined_by_the_clock_is_believed_again_once_a_resume
     await follow(feed, knows(FollowState.LIVE, 1), after_s=60)
 
 
+async def test_a_worker_that_is_back_from_the_dead_has_no_credit_for_what_it_held_before() -> None:
+    cut: list[Step] = [StreamBroken("dead")]
+    feed = ScriptedFeed(
+        [Subscribed(ONE), snapshot(9, block(1)), *cut], *[cut] * 4, [], [Subscribed(TWO), snapshot(1, block(7))]
+    )
+    index = PrefixIndex(PrefixHasher(b"k"))
+    async with Followers(index, dice=lambda: 0.0, wall=lambda: 1_000.0) as followers:
+        followers.add(ANN, feed, model="m")
+        await asyncio.sleep(2)
+        assert followers.credit(ANN), "its connection alone was lost, as far as is known"
+        followers.returned(ANN)
+        assert not followers.credit(ANN)
+        await asyncio.sleep(0.01)
+        assert not followers.credit(ANN), "the new process has told nothing yet"
+        followers.returned(ANN)
+        await asyncio.sleep(0.01)
+        knows(FollowState.LIVE, 7)(followers)
+    assert feed.open == 0
+
+
 async def test_a_resume_in_another_epoch_forgets_everything_first() -> None:
     feed = ScriptedFeed(
         [Subscribed(ONE), snapshot(9, block(1)), StreamBroken("cut")], [Subscribed(TWO), snapshot(50, block(7))]

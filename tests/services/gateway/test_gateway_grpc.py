@@ -38,6 +38,9 @@ class NoFollowing:
     def remove(self, worker: WorkerId) -> None:
         pass
 
+    def returned(self, worker: WorkerId) -> None:
+        pass
+
 
 @asynccontextmanager
 async def served(*workers: FakeWorker, admin_key: str | None = None) -> AsyncIterator[tuple[GatewayGrpc, Any]]:

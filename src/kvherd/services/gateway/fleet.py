@@ -58,6 +58,8 @@ class Following(Protocol):
 
     def remove(self, worker: WorkerId) -> None: ...
 
+    def returned(self, worker: WorkerId) -> None: ...
+
 
 class Fleet:
     """Adds, tends and removes workers; an async context manager that owns all of their connections."""
@@ -246,6 +248,7 @@ class Fleet:
                 if not await self._detect(member, worker):
                     return
                 member.restarted()
+                self._following.returned(member.worker)
                 self._on_restart(member.worker)
             member.health.succeeded()
             await self._ask_load(member, worker)

@@ -86,6 +86,16 @@ class Followers:
         self._followers[worker] = follower
         self._tasks[worker] = self._group.create_task(follower.run(), name=f"follow {worker}")
 
+    def returned(self, worker: WorkerId) -> None:
+        """Say that this worker answers again after it was down, and may be another process: it has no credit until it
+        was subscribed to anew, which is begun at once.
+        """
+        if worker in self._followers:
+            self._tasks.pop(worker).cancel()
+            follower = self._followers[worker]
+            follower.start_over()
+            self._tasks[worker] = self._group.create_task(follower.run(), name=f"follow {worker}")
+
     def remove(self, worker: WorkerId) -> None:
         """Forget the worker and all that it holds, at once; one that is not followed is ignored."""
         if worker in self._followers:
@@ -165,6 +175,11 @@ class _Follower:
         if self._broken_s is not None and self._clock() - self._broken_s >= self._options.grace_s:
             return FollowState.QUARANTINED
         return self._state
+
+    def start_over(self) -> None:
+        """What is known may be another process's: no credit until a subscription tells. Cursors are kept for it."""
+        self._state, self._broken_s = FollowState.SUBSCRIBING, None
+        self._back_off.succeeded()
 
     async def run(self) -> None:
         while True:
