@@ -70,6 +70,7 @@ def test_an_engine_whose_servicer_is_killed_leaves_no_scheduler(start: Start) ->
     engine = begin_engine(start)
     engine.process.signal(signal.SIGKILL)
     wait_until(lambda: not engine.process.family(), within_s=5, what="the scheduler has noticed")
+    engine.process.assert_nothing_left(ports=engine.ports)
 
 
 @pytest.mark.parametrize("offset", [0, 2, 10, 30])

@@ -8,6 +8,7 @@ cannot survive is its last message, `Fatal`, and a line in the log, and it ends 
 import ctypes
 import logging
 import os
+import shutil
 import signal
 import sys
 from types import FrameType
@@ -23,7 +24,7 @@ from kvherd.runtime.batch import ModelFacts
 from kvherd.runtime.engine_model import load_engine_model
 from kvherd.runtime.kv_publisher import KvPublisher
 from kvherd.runtime.rank_link import RankLink
-from kvherd.runtime.rank_loop import RankLoop
+from kvherd.runtime.rank_loop import PARENT_GONE, RankLoop
 from kvherd.runtime.step_thread import StepThread
 from kvherd.wire import scheduler_ipc as ipc
 from kvherd.wire.rank_config import RankConfig, decode_rank_config
@@ -52,7 +53,10 @@ def main() -> int:
             log.critical("no servicer can be reached in %s: %s", config.ipc_dir, error)
             return 1
         try:
-            log.info("rank %d stops: %s", config.rank, serve(config, context, link))
+            reason = serve(config, context, link)
+            log.info("rank %d stops: %s", config.rank, reason)
+            if reason == PARENT_GONE:  # killed, it could not take its sockets away
+                shutil.rmtree(config.ipc_dir, ignore_errors=True)
         except KvherdError as error:
             log.critical("%s", error)
             link.send(ipc.Fatal(Rank(config.rank), str(error)))

@@ -25,6 +25,7 @@ from kvherd.wire import scheduler_ipc as ipc
 log = logging.getLogger(__name__)
 
 HEARTBEAT_S = 1.0
+PARENT_GONE = "the parent process is gone"
 
 
 class RankLoop:
@@ -62,7 +63,7 @@ class RankLoop:
             if self._wake_fd in events:
                 os.read(self._wake_fd, 4096)
             if self._stdin_fd in events and not os.read(self._stdin_fd, 4096):
-                self.stop("the parent process is gone")
+                self.stop(PARENT_GONE)
             self._turn(steps)
         self._tell(self._scheduler.abort_all(self._stopping, time.monotonic()))
         self._say(time.monotonic())
