@@ -25,5 +25,5 @@ def test_a_field_of_the_wrong_type_is_named(body: bytes, field: str) -> None:
 
 def test_no_json_is_said_with_its_place() -> None:
     with pytest.raises(BodyNotJson) as caught:
-        peek(b'{"model": "m",\n}')
+        peek(b'{"model": "m",\n!}')
     assert (caught.value.line, caught.value.column) == (2, 1)
