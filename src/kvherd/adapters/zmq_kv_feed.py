@@ -15,6 +15,7 @@ import zmq
 import zmq.asyncio
 from zmq.utils.monitor import parse_monitor_message
 
+from kvherd.core.errors import StartFailed
 from kvherd.core.kv.feed import Connected, Frame, Received, Replayed
 
 END: Final = b"\xff" * 8
@@ -25,7 +26,8 @@ AT_ONCE: Final = 256
 
 
 class ZmqFrameFeed:
-    """Implements `FrameFeed`. `bind_events`: this side listens and the publisher connects.
+    """Implements `FrameFeed`. `bind_events`: this side listens and the publisher connects. Entering may raise
+    `StartFailed`.
 
     `bad_frames` counts messages that were not of the form above; the gap that they leave is handled as any other.
     """
@@ -69,9 +71,10 @@ class ZmqFrameFeed:
                 self._sub.bind(self.events_endpoint)
             else:
                 self._sub.connect(self.events_endpoint)
-        except zmq.ZMQError:
+        except zmq.ZMQError as error:
             self._close()
-            raise
+            reader = f"the reader of KV events at {self.events_endpoint}"
+            raise StartFailed(reader, error.strerror) from error
         return self
 
     async def __aexit__(

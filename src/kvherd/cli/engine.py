@@ -24,6 +24,7 @@ from kvherd.cli.ports import require_free
 from kvherd.core.errors import EngineError, EngineStopping, OptionInvalid, SchedulerDied, StartFailed
 from kvherd.services.engine.rank_plan import ipc_directory, rank_configs
 from kvherd.services.engine.ranks import RankProcesses
+from kvherd.services.kv_relay.event_streams import EventStreams
 from kvherd.services.kv_relay.relay import KvRelay
 from kvherd.services.servicer.config import ServicerConfig
 from kvherd.services.servicer.servicer import Servicer
@@ -94,7 +95,7 @@ class EngineOptions:
             tokenizer=tokenizer,
             completions=completions,
             native=NativeCompletions(completions),
-            events=events,
+            events=EventStreams(events),
         )
 
 

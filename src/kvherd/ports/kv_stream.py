@@ -40,3 +40,18 @@ class KvStream(Protocol):
         as a snapshot. A bare `start_sequence_number` is the cursor of an engine's only rank; 0 is none.
         """
         ...
+
+
+class KvEventDoor(Protocol):
+    """Serves SubscribeKvEvents for one engine, whichever service of gRPC the call belongs to."""
+
+    async def serve(self, start_sequence_number: int, context: object) -> None:
+        """Stream to one subscriber, whose call has this `grpc.aio.ServicerContext`.
+
+        Raises `StreamRefused` before the headers, `StreamLost` after them, `FieldInvalid` for metadata that is wrong.
+        """
+        ...
+
+    def close(self) -> None:
+        """End every stream with UNAVAILABLE."""
+        ...

@@ -14,6 +14,7 @@ from kvherd.adapters.completions import OpenAiCompletions
 from kvherd.adapters.native_completions import NativeCompletions
 from kvherd.core.ids import Epoch, Rank
 from kvherd.core.kv.events import KvEventBatch, SnapshotChunk
+from kvherd.services.kv_relay.event_streams import EventStreams
 from kvherd.services.servicer.config import ServicerConfig
 from kvherd.services.servicer.servicer import Servicer
 from kvherd.testing.processes import free_ports
@@ -98,7 +99,7 @@ async def open_doors(scheduler: FakeScheduler | None = None, **options: object) 
             tokenizer=tokenizer,
             completions=completions,
             native=NativeCompletions(completions),
-            events=events,
+            events=EventStreams(events),
         ) as servicer,
         grpc.aio.insecure_channel(f"127.0.0.1:{config.port}") as channel,
         httpx.AsyncClient(base_url=f"http://127.0.0.1:{config.http_port}", timeout=10) as http,

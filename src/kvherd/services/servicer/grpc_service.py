@@ -16,11 +16,10 @@ from kvherd.core.engine.admission import room_for_answer
 from kvherd.core.engine.reports import OrderReport
 from kvherd.core.errors import FieldInvalid, OrderTimedOut, Unsupported
 from kvherd.core.ids import OrderId, RequestId
-from kvherd.ports.kv_stream import KvStream
+from kvherd.ports.kv_stream import KvEventDoor
 from kvherd.ports.scheduler import Scheduler
 from kvherd.services.servicer.answers import ChoiceAnswer
 from kvherd.services.servicer.config import ServicerConfig
-from kvherd.services.servicer.event_streams import EventStreams
 from kvherd.services.servicer.facts import EngineFacts
 from kvherd.services.servicer.generations import Generations
 from kvherd.services.servicer.grpc_edge import Context, Handler, refuse, rpc
@@ -39,14 +38,14 @@ class SglangService(sglang_scheduler_pb2_grpc.SglangSchedulerServicer):  # type:
         config: ServicerConfig,
         scheduler: Scheduler,
         generations: Generations,
-        events: KvStream,
+        events: KvEventDoor,
         facts: EngineFacts,
     ) -> None:
         self._config = config
         self._scheduler = scheduler
         self._generations = generations
         self._facts = facts
-        self.event_streams = EventStreams(events)
+        self.event_streams = events
 
     # --- generation ------------------------------------------------------------
 

@@ -6,7 +6,7 @@ from typing import Self
 
 from kvherd.core.errors import EngineError
 from kvherd.ports.completions import Completions, NativeCompletions, Tokenizer
-from kvherd.ports.kv_stream import KvStream
+from kvherd.ports.kv_stream import KvEventDoor
 from kvherd.ports.scheduler import Scheduler
 from kvherd.services.servicer.config import ServicerConfig
 from kvherd.services.servicer.facts import EngineFacts
@@ -33,7 +33,7 @@ class Servicer:
         tokenizer: Tokenizer,
         completions: Completions,
         native: NativeCompletions,
-        events: KvStream,
+        events: KvEventDoor,
     ) -> None:
         self._config = config
         self._facts = EngineFacts(config, scheduler)

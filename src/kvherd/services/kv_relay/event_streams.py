@@ -1,25 +1,29 @@
-"""The KV event streams that subscribers hold, and their end."""
+"""The KV event streams that subscribers hold over gRPC, and their end."""
 
 import asyncio
-from typing import Any
+from typing import Any, TypeAlias
 
 import grpc
 
 from kvherd.core.kv.stream import ResumeOutOfRange, StreamRefused
 from kvherd.ports.kv_stream import KvStream
-from kvherd.services.servicer.grpc_edge import Context
 from kvherd.wire.kv_pb import EPOCH_KEY, decode_subscribe, encode_item
+
+Context: TypeAlias = Any
+"""A `grpc.aio.ServicerContext`; grpc has no types."""
 
 
 class EventStreams:
-    """Serves SubscribeKvEvents until `close`.
+    """Serves SubscribeKvEvents until `close`: implements `ports.kv_stream.KvEventDoor`.
 
     A refusal comes before any header, with the epoch in the trailers: a client that saw headers first would resume
-    with the same cursor for ever. An accepted subscription gets its headers at once.
+    with the same cursor for ever. An accepted subscription gets its headers at once. `server` is what is stopping
+    when streams end because of `close`.
     """
 
-    def __init__(self, events: KvStream) -> None:
+    def __init__(self, events: KvStream, *, server: str = "the engine") -> None:
         self._events = events
+        self._server = server
         self._readers: set[asyncio.Task[Any]] = set()
         self._closing = False
 
@@ -27,7 +31,6 @@ class EventStreams:
         return len(self._readers)
 
     async def serve(self, start_sequence_number: int, context: Context) -> None:
-        """Stream to one subscriber. Raises `StreamRefused` before the headers, `StreamLost` after them."""
         call = decode_subscribe(start_sequence_number, context.invocation_metadata() or ())
         try:
             subscription = self._events.subscribe(
@@ -48,12 +51,11 @@ class EventStreams:
             if not self._closing:
                 raise
             reader.uncancel()
-            await context.abort(grpc.StatusCode.UNAVAILABLE, "the engine is stopping")
+            await context.abort(grpc.StatusCode.UNAVAILABLE, f"{self._server} is stopping")
         finally:
             self._readers.discard(reader)
 
     def close(self) -> None:
-        """End every stream with UNAVAILABLE."""
         self._closing = True
         for reader in self._readers:
             reader.cancel()
