@@ -19,8 +19,11 @@ async def work():
             raise ValueError("no luck")
         await asyncio.sleep(60)
     finally:
-        await asyncio.sleep(0.01)
-        print("clean", flush=True)
+        try:
+            async with asyncio.timeout(0.01):
+                await asyncio.sleep(60)
+        except TimeoutError:
+            print("clean", asyncio.current_task().cancelling(), flush=True)
 
 asyncio.run(until_stopped(work(), supervised=sys.argv[1] == "supervised"))
 print("done", flush=True)
@@ -44,20 +47,20 @@ def test_a_signal_lets_the_work_clean_up_and_ends_with_0(number: signal.Signals)
         assert process.stdout.readline() == "up\n"
         process.send_signal(number)
         said, _ = process.communicate(timeout=10)
-    assert said == "clean\ndone\n"
+    assert said == "clean 0\ndone\n"
     assert process.returncode == 0
 
 
 def test_the_end_of_standard_input_ends_a_supervised_process() -> None:
     with start("supervised") as process:
         said, _ = process.communicate(timeout=10)
-    assert said == "up\nclean\ndone\n"
+    assert said == "up\nclean 0\ndone\n"
     assert process.returncode == 0
 
 
 def test_a_failure_of_the_work_is_not_swallowed() -> None:
     with start("fails") as process:
         said, complaint = process.communicate(timeout=10)
-    assert said == "up\nclean\n"
+    assert said == "up\nclean 0\n"
     assert "ValueError: no luck" in complaint
     assert process.returncode == 1

@@ -28,6 +28,9 @@ async def until_stopped(work: Coroutine[None, None, None], *, supervised: bool =
         nonlocal asked
         asked = True
         task.cancel()
+        # Up to Python 3.11.2 a task that counts as being cancelled never gets the TimeoutError of asyncio.timeout, and
+        # its clean-up would break off at the first deadline. The cancellation itself is on its way by then.
+        loop.call_soon(task.uncancel)
 
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop)
