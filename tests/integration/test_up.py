@@ -71,3 +71,19 @@ def test_a_herd_whose_starter_is_killed_ends_by_itself(start: Start) -> None:
     herd = herd_that_is_up(start)
     herd.process.signal(signal.SIGKILL)
     wait_until(lambda: not herd.process.family(), within_s=15, what="every part has noticed")
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (("--policy", "best"), "--policy: 'best' is none of kv,"),
+        (("--engine-port", "21000", "--gateway-port", "21002"), "--gateway-port: 21002 would be an engine's port too"),
+        (("--engine-port", "21000", "--gateway-port", "21099"), "--gateway-port: 21100 would be an engine's port too"),
+    ],
+)
+def test_a_herd_that_could_not_come_up_is_not_begun(start: Start, options: tuple[str, ...], sentence: str) -> None:
+    process = start("up", "--model", "tiny", *options)
+    assert process.wait(within_s=20) == 2
+    assert process.said.startswith(f"kvherd: {sentence}")
+    assert process.said.count("\n") == 1
+    process.assert_nothing_left()

@@ -21,6 +21,7 @@ from kvherd.cli.ports import require_free
 from kvherd.cli.up_screen import Screen
 from kvherd.cli.up_supervisor import Part, Supervisor
 from kvherd.core.errors import GatewayUnreachable, OptionInvalid
+from kvherd.core.routing.policy import POLICY_NAMES, make_policy
 
 HOST = "127.0.0.1"
 ENGINES = ("engine-a", "engine-b")
@@ -57,6 +58,14 @@ class Herd:
         return f"grpc://{HOST}:{first}", f"http://{HOST}:{second + 2},events=grpc://{HOST}:{second}"
 
     def require_free_ports(self) -> None:
+        """Raise `OptionInvalid` or `PortInUse` before anything is started."""
+        bases = [self.engine_port + index * ENGINE_STRIDE for index in range(len(ENGINES))]
+        of_engines = {base + offset for base in bases for offset in ENGINE_PORTS}
+        shared = of_engines & {self.gateway_port, self.gateway_port + 1}
+        if shared:
+            raise OptionInvalid(
+                "--gateway-port", f"{min(shared)} would be an engine's port too; choose one further off"
+            )
         require_free(HOST, (self.gateway_port, self.gateway_port + 1), option="--gateway-port")
         for index in range(len(ENGINES)):
             base = self.engine_port + index * ENGINE_STRIDE
@@ -135,7 +144,7 @@ def command(
     engine_port: Annotated[
         int, typer.Option(help="First port of engine-a; engine-b is 100 above. Each uses P, P+2, P+10 and P+30.")
     ] = 51000,
-    policy: Annotated[str, typer.Option(help="How the gateway routes: kv, least_load or round_robin.")] = "kv",
+    policy: Annotated[str, typer.Option(help=f"How the gateway routes: {', '.join(POLICY_NAMES)}.")] = "kv",
     kv_tokens: Annotated[
         int | None, typer.Option("--kv-tokens", min=64, help="Tokens each engine's KV cache holds.")
     ] = None,
@@ -156,6 +165,7 @@ def command(
         options += ["--kv-tokens", str(kv_tokens)]
     logs = log_dir or default_log_folder()
     herd = Herd(model, engine_port, gateway_port, policy, logs, log_level, tuple(options), os.environ.get(ADMIN_KEY))
+    make_policy(policy)  # refuses a name that is none
     herd.require_free_ports()
     try:
         logs.mkdir(parents=True, exist_ok=True)
