@@ -22,7 +22,6 @@ from kvherd.core.errors import (
     WorkerError,
     WorkerFailed,
     WorkerRefused,
-    WorkerTimedOut,
     WorkerUnreachable,
     WorkerUnsupported,
 )
@@ -347,7 +346,6 @@ async def test_a_flush_tells_each_ranks_outcome() -> None:
 @pytest.mark.parametrize(
     ("status", "error"),
     [
-        ("DEADLINE_EXCEEDED", WorkerTimedOut),
         ("UNAVAILABLE", WorkerUnreachable),
         ("INVALID_ARGUMENT", WorkerRefused),
         ("FAILED_PRECONDITION", WorkerRefused),
@@ -359,6 +357,13 @@ async def test_each_status_of_a_flush_is_an_error_of_its_own(status: str, error:
     async with worker_before(EngineScript(flush=status)) as worker:
         with pytest.raises(error):
             await worker.flush(timeout_s=1.0)
+
+
+async def test_a_flush_that_waited_in_vain_is_an_answer_with_the_engines_own_words() -> None:
+    async with worker_before(EngineScript(flush="DEADLINE_EXCEEDED")) as worker:
+        answer = await worker.flush(timeout_s=1.0)
+    assert (answer.done, answer.timed_out) == (False, True)
+    assert answer.message
 
 
 async def test_a_flush_that_stalls_is_on_its_way_and_ends_at_the_callers_deadline() -> None:

@@ -497,13 +497,15 @@ async def test_kvherd_is_flushed_by_its_route_and_tells_of_each_rank() -> None:
         assert answer == FlushAnswer(done=False, message="rank 1 is busy", ranks=ranks)
         assert opened == [True]
         answer = await worker.flush(timeout_s=7)
-        assert (answer.done, answer.ranks[0].message) == (False, "no answer")
+        assert (answer.done, answer.timed_out, answer.ranks[0].message) == (False, True, "no answer")
 
 
 async def test_sglang_is_flushed_by_its_route_and_may_refuse() -> None:
     async with RawServer(paths(SGLANG)) as server, worker_at(server.url) as worker:
         assert await worker.flush(timeout_s=0) == FlushAnswer(done=True, message="Cache flushed.")
-        assert await worker.flush(timeout_s=1) == FlushAnswer(done=False, message="Timed out waiting for idle state.")
+        assert await worker.flush(timeout_s=1) == FlushAnswer(
+            done=False, message="Timed out waiting for idle state.", timed_out=True
+        )
         with pytest.raises(WorkerUnsupported, match="no /flush_cache"):
             await worker.flush(timeout_s=9)
 
@@ -525,14 +527,14 @@ async def test_vllm_is_asked_until_it_could() -> None:
         assert (answer.done, tries, opened) == (True, 3, [True])
 
 
-async def test_vllm_that_stays_busy_refuses_on_time() -> None:
+async def test_vllm_that_stays_busy_times_out_on_time() -> None:
     busy = VLLM | {"POST /reset_prefix_cache": said({"success": False})}
     async with RawServer(paths(busy)) as server, worker_at(server.url) as worker:
         begin_s = asyncio.get_running_loop().time()
         answer = await worker.flush(timeout_s=0.2)
-        assert answer == FlushAnswer(done=False, message="still busy after 0.2 s")
+        assert answer == FlushAnswer(done=False, message="still busy after 0.2 s", timed_out=True)
         assert asyncio.get_running_loop().time() - begin_s < 2
-        assert (await worker.flush(timeout_s=0)).done is False
+        assert await worker.flush(timeout_s=0) == FlushAnswer(done=False, message="still busy after 0 s")
 
 
 async def test_vllm_outside_its_development_mode_says_what_it_needs() -> None:

@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import grpc
 import msgspec
 from smg_grpc_proto.generated import common_pb2
 
@@ -96,6 +97,13 @@ class GrpcWorker:
                 if opened is not None:
                     opened()
                 answer = await order
+            except grpc.aio.AioRpcError as error:
+                if error.code() is not grpc.StatusCode.DEADLINE_EXCEEDED:
+                    raise
+                # the engine's own word that its wait is over, with what it waited for; our own deadline is no status
+                ranks = _rank_outcomes(error.trailing_metadata())
+                return FlushAnswer(False, error.details() or "its wait is over", ranks, timed_out=True)
+            else:
                 trailers = await order.trailing_metadata()
             finally:
                 order.cancel()

@@ -11,6 +11,7 @@ from kvherd.ports.worker import FlushAnswer, Opened, RankOutcome
 
 _FIRST_PAUSE_S = 0.05
 _LONGEST_PAUSE_S = 0.5
+_SGLANG_TIMED_OUT = "Timed out"
 
 
 async def flush_by_url(worker: WorkerId, asker: HttpAsker, *, timeout_s: float, opened: Opened | None) -> FlushAnswer:
@@ -26,7 +27,9 @@ async def flush_by_url(worker: WorkerId, asker: HttpAsker, *, timeout_s: float, 
         raise WorkerRefused(worker, f"HTTP {answer.status}: {answer.reason()}")
     done = answer.ok and document.get("success", True) is True
     message = document.get("message")
-    return FlushAnswer(done=done, message=message if isinstance(message, str) else answer.reason(), ranks=ranks)
+    text = message if isinstance(message, str) else answer.reason()
+    late = not done and (document.get("timed_out") is True or answer.status == 504 or _SGLANG_TIMED_OUT in text)
+    return FlushAnswer(done=done, message=text, ranks=ranks, timed_out=late)
 
 
 async def flush_vllm(worker: WorkerId, asker: HttpAsker, *, timeout_s: float, opened: Opened | None) -> FlushAnswer:
@@ -45,7 +48,7 @@ async def flush_vllm(worker: WorkerId, asker: HttpAsker, *, timeout_s: float, op
             return FlushAnswer(done=True, message="prefix cache reset")
         left_s = end_s - loop.time()
         if left_s <= 0:
-            return FlushAnswer(done=False, message=f"still busy after {timeout_s:g} s")
+            return FlushAnswer(done=False, message=f"still busy after {timeout_s:g} s", timed_out=timeout_s > 0)
         await asyncio.sleep(min(pause_s, left_s))
         pause_s = min(pause_s * 2, _LONGEST_PAUSE_S)
 

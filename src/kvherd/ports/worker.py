@@ -93,11 +93,12 @@ class RankOutcome:
 
 @dataclass(frozen=True, slots=True)
 class FlushAnswer:
-    """A worker's own answer to a flush. `done` False is a refusal, not a failure."""
+    """A worker's own answer to a flush. `done` False is a refusal, or a wait that ended (`timed_out`): no failure."""
 
     done: bool
     message: str
     ranks: tuple[RankOutcome, ...] = ()
+    timed_out: bool = False
 
 
 Opened = Callable[[], None]

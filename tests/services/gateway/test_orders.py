@@ -127,6 +127,12 @@ async def test_a_defect_in_one_adapter_costs_that_worker_alone() -> None:
     assert report.obeyed == [ANN]
 
 
+async def test_an_engine_whose_wait_ended_has_timed_out_and_not_refused() -> None:
+    late = FlushAnswer(done=False, message="not idle within 2 s: 1 running", timed_out=True)
+    report = await flush(FakeWorker(ANN, answer=late))
+    assert (report.results[0].outcome, report.results[0].message) == (Outcome.TIMED_OUT, late.message)
+
+
 async def test_only_those_that_obeyed_are_said_to_be_flushed() -> None:
     told: list[WorkerId] = []
     fleet = [Addressee(FakeWorker(ANN), ""), Addressee(FakeWorker(BOB, fails=WorkerUnreachable(BOB)), "")]

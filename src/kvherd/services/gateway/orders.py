@@ -113,7 +113,8 @@ def _answered(to: Addressee, answer: FlushAnswer, started_s: float) -> WorkerRes
     ranks = tuple(
         RankResult(rank.rank, Outcome.DONE if rank.done else Outcome.REFUSED, rank.message) for rank in answer.ranks
     )
-    outcome = Outcome.DONE if answer.done else Outcome.REFUSED
+    missed = Outcome.TIMED_OUT if answer.timed_out else Outcome.REFUSED
+    outcome = Outcome.DONE if answer.done else missed
     return _result(to, outcome, answer.message, started_s, ranks)
 
 

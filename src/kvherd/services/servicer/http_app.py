@@ -155,6 +155,7 @@ class HttpDoor:
         report = await self._scheduler.flush(timeout_s=timeout_s, hold=hold)
         answer = {
             "success": report.done,
+            "timed_out": bool(report.silent) or any(each.timed_out for each in report.answers),
             "message": flush_message(report),
             "ranks": [
                 {"rank": each.rank, "done": each.done, "message": each.message, "cleared_blocks": each.cleared_blocks}
