@@ -389,3 +389,10 @@ async def test_loads_and_metrics_tell_what_happens(doors: Opened) -> None:
     assert f"sglang:num_running_reqs{labels} 0.0" in after
     assert 'sglang:time_to_first_token_seconds_count{model_name="letters"} 1.0' in after
     assert 'kvherd_generations_total{model_name="letters",outcome="finished"} 1.0' in after
+
+
+async def test_a_head_request_flushes_nothing(doors: Opened) -> None:
+    async with doors() as at:
+        answer = await at.http.head("/flush_cache")
+        health = await at.http.head("/health")
+    assert (answer.status_code, health.status_code) == (405, 200)

@@ -67,7 +67,10 @@ class HttpDoor:
 
     def app(self) -> Starlette:
         def route(path: str, handler: Callable[[Request], Awaitable[Response]], *methods: str) -> Route:
-            return Route(path, endpoint(handler), methods=list(methods))
+            made = Route(path, endpoint(handler), methods=list(methods))
+            if "POST" in methods and made.methods:
+                made.methods.discard("HEAD")  # comes with GET, and a HEAD must order nothing
+            return made
 
         return Starlette(
             exception_handlers={HTTPException: not_served},
