@@ -68,3 +68,14 @@ def test_a_defect_asks_for_a_report_and_keeps_its_traceback_for_the_log(
     assert run("workers") == 1
     assert "please report it" in capsys.readouterr().err
     assert caplog.records[-1].exc_info is not None
+
+
+def test_ctrl_c_before_a_command_has_begun_is_quiet(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "import_module", interrupted)
+    assert run("workers") == cli.EXIT_INTERRUPTED
+    assert capsys.readouterr() == ("", "")

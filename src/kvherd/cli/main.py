@@ -20,6 +20,7 @@ COMMANDS = ("up", "engine", "gateway", "workers", "flush")
 EXIT_FAILED = 1
 EXIT_USAGE = 2
 EXIT_UNREACHABLE = 3
+EXIT_INTERRUPTED = 130
 
 logger = logging.getLogger(__name__)
 
@@ -76,6 +77,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     words = sys.argv[1:] if arguments is None else arguments
     try:
         build_app(words)(args=list(words), prog_name="kvherd")
+    except KeyboardInterrupt:  # while a command's modules are imported: there is nothing to clean up yet
+        sys.exit(EXIT_INTERRUPTED)
     except Exception as error:  # the edge of the process: a person reads what leaves here
         known = our_error(error)
         if known is None:
