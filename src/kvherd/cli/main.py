@@ -15,7 +15,7 @@ import typer
 
 from kvherd.core.errors import GatewayUnreachable, KvherdError, OptionInvalid
 
-COMMANDS = ("up", "engine", "gateway", "workers", "flush")
+COMMANDS = ("up", "engine", "gateway", "bridge", "workers", "flush")
 
 EXIT_FAILED = 1
 EXIT_USAGE = 2

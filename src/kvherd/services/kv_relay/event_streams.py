@@ -51,7 +51,10 @@ class EventStreams:
             if not self._closing:
                 raise
             reader.uncancel()
-            await context.abort(grpc.StatusCode.UNAVAILABLE, f"{self._server} is stopping")
+            try:
+                await context.abort(grpc.StatusCode.UNAVAILABLE, f"{self._server} is stopping")
+            except grpc.aio.InternalError:  # the subscriber left at the same moment: there is nobody to tell
+                raise asyncio.CancelledError from None
         finally:
             self._readers.discard(reader)
 

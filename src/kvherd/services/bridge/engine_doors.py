@@ -1,0 +1,165 @@
+"""The field's two engine protocols in front of one stock engine: its KV events, and what it can be asked over HTTP."""
+
+import asyncio
+import logging
+import math
+from collections.abc import Awaitable, Callable
+from functools import wraps
+from types import ModuleType
+from typing import Any, ClassVar, TypeAlias, TypeVar, cast
+
+import grpc
+from smg_grpc_proto.generated import (
+    common_pb2,
+    sglang_scheduler_pb2,
+    sglang_scheduler_pb2_grpc,
+    vllm_engine_pb2,
+    vllm_engine_pb2_grpc,
+)
+
+from kvherd import __version__
+from kvherd.core.errors import FieldInvalid, KvherdError, Unsupported, WorkerError, WorkerTimedOut
+from kvherd.ports.kv_stream import KvEventDoor
+from kvherd.ports.worker import Worker
+from kvherd.services.bridge import engine_answers
+from kvherd.wire.status import public_message, status_of
+
+log = logging.getLogger(__name__)
+
+Context: TypeAlias = Any
+"""A `grpc.aio.ServicerContext`; grpc has no types."""
+
+Message: TypeAlias = Any
+"""A message of either protocol: generated, untyped."""
+
+Handler: TypeAlias = Callable[..., Awaitable[Any]]
+H = TypeVar("H", bound=Handler)
+T = TypeVar("T")
+
+RANKS_KEY = "kvherd-ranks"
+ANSWER_S = 5.0
+"""How long the engine may take to answer, beside what it may wait until it is idle."""
+LONGEST_FLUSH_S = 3600.0
+
+
+def rpc(handler: H) -> H:
+    """Make a handler that raises into one that answers with a status."""
+
+    @wraps(handler)
+    async def guarded(door: object, request: object, context: Context) -> Any:  # noqa: ANN401
+        try:
+            return await handler(door, request, context)
+        except grpc.aio.AbortError:
+            raise
+        except Exception as error:  # noqa: BLE001 - the process boundary: the caller gets a status, whatever it was
+            await _refuse(context, error)
+
+    return cast(H, guarded)
+
+
+async def _refuse(context: Context, error: Exception) -> None:
+    if not isinstance(error, KvherdError):
+        log.error("an RPC failed unforeseen", exc_info=error)
+    await context.abort(grpc.StatusCode[status_of(error).grpc], public_message(error))
+
+
+class _Door:
+    """The calls that mean the same in both protocols; all that is not here is UNIMPLEMENTED, with a sentence."""
+
+    pb: ClassVar[ModuleType]
+
+    def __init__(self, engine: Worker, events: KvEventDoor) -> None:
+        self._engine = engine
+        self._events = events
+
+    @rpc
+    async def SubscribeKvEvents(  # noqa: N802 - the protocol names it
+        self, request: common_pb2.SubscribeKvEventsRequest, context: Context
+    ) -> None:
+        await self._events.serve(request.start_sequence_number, context)
+
+    @rpc
+    async def FlushCache(  # noqa: N802 - the protocol names it
+        self, request: common_pb2.FlushCacheRequest, context: Context
+    ) -> common_pb2.FlushCacheResponse:
+        """Success is the engine's own word for it; no answer in time is none."""
+        timeout_s = _flush_timeout(request.timeout_s)
+        loop = asyncio.get_running_loop()
+        asked_s = loop.time()
+        answer = await self._asked(self._engine.flush(timeout_s=timeout_s), within_s=timeout_s + ANSWER_S)
+        if answer.ranks:
+            context.set_trailing_metadata(((RANKS_KEY, engine_answers.ranks_json(answer.ranks)),))
+        if not answer.done and 0 < timeout_s <= loop.time() - asked_s:
+            await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, answer.message)
+        return common_pb2.FlushCacheResponse(success=answer.done, message=answer.message)
+
+    @rpc
+    async def HealthCheck(self, request: Message, context: Context) -> Message:  # noqa: N802 - the protocol names it
+        """The engine's health, not the bridge's: that is `grpc.health.v1`."""
+        try:
+            await self._asked(self._engine.probe())
+        except WorkerError as error:
+            return self.pb.HealthCheckResponse(healthy=False, message=str(error))
+        return self.pb.HealthCheckResponse(healthy=True, message="ok")
+
+    @rpc
+    async def GetModelInfo(self, request: Message, context: Context) -> Message:  # noqa: N802 - the protocol names it
+        return engine_answers.model_info(self.pb, await self._asked(self._engine.detect()))
+
+    @rpc
+    async def GetLoads(self, request: Message, context: Context) -> Message:  # noqa: N802 - the protocol names it
+        if request.HasField("dp_rank") and request.dp_rank != 0:
+            raise FieldInvalid("dp_rank", f"is {request.dp_rank}; a bridge tells the engine's sum, as rank 0")
+        load = await self._asked(self._engine.load())
+        return engine_answers.loads(self.pb, load, f"kvherd-bridge-{__version__}")
+
+    async def _asked(self, answer: Awaitable[T], *, within_s: float = ANSWER_S) -> T:
+        try:
+            async with asyncio.timeout(within_s):
+                return await answer
+        except TimeoutError:
+            raise WorkerTimedOut(self._engine.id, within_s) from None
+
+
+class SglangDoor(_Door, sglang_scheduler_pb2_grpc.SglangSchedulerServicer):  # type: ignore[misc] # generated, untyped
+    """`sglang.grpc.scheduler.SglangScheduler`."""
+
+    pb = sglang_scheduler_pb2
+
+    @rpc
+    async def GetServerInfo(self, request: Message, context: Context) -> Message:  # noqa: N802 - the protocol names it
+        return engine_answers.sglang_server_info(self.pb, await self._asked(self._engine.detect()))
+
+
+class VllmDoor(_Door, vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignore[misc] # generated, untyped
+    """`vllm.grpc.engine.VllmEngine`."""
+
+    pb = vllm_engine_pb2
+
+    @rpc
+    async def GetServerInfo(self, request: Message, context: Context) -> Message:  # noqa: N802 - the protocol names it
+        return engine_answers.vllm_server_info(self.pb, await self._asked(self._engine.detect()))
+
+
+SGLANG_SERVICE = sglang_scheduler_pb2.DESCRIPTOR.services_by_name["SglangScheduler"]
+VLLM_SERVICE = vllm_engine_pb2.DESCRIPTOR.services_by_name["VllmEngine"]
+
+
+def _unsupported(call: str) -> Handler:
+    @rpc
+    async def handler(door: _Door, request: object, context: Context) -> None:
+        raise Unsupported(f"{call} (a bridge passes on KV events, flushes, health and load)")
+
+    return handler
+
+
+for _door, _service in ((SglangDoor, SGLANG_SERVICE), (VllmDoor, VLLM_SERVICE)):
+    for _method in _service.methods:
+        if _method.name not in vars(_Door) and _method.name not in vars(_door):
+            setattr(_door, _method.name, _unsupported(_method.name))
+
+
+def _flush_timeout(timeout_s: float) -> float:
+    if not math.isfinite(timeout_s) or not 0 <= timeout_s <= LONGEST_FLUSH_S:
+        raise FieldInvalid("timeout_s", f"is {timeout_s:g}; it must be 0 to {LONGEST_FLUSH_S:g} seconds")
+    return timeout_s
