@@ -1,5 +1,6 @@
 """Models from files: what can be read, and how what cannot is refused."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -86,10 +87,34 @@ def test_another_architecture_is_refused_by_name(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("cache")
-def test_scaled_positions_in_a_tensor_are_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("own", "factor"),
+    [((1.0, 1.0, 1.5, 2.5, 4.0, 8.0, 8.0, 8.0), None), (None, 4.0), ((1.0, 1.0, 2.0, 2.0, 3.0, 3.0, 8.0, 8.0), 2.0)],
+)
+def test_scaled_positions_turn_as_slowly_as_the_file_says(
+    tmp_path: Path, own: tuple[float, ...] | None, factor: float | None
+) -> None:
     path = tmp_path / "model.gguf"
-    write_llama(path, SHAPE, random_tensors(SHAPE), extra={"rope_freqs.weight": np.ones(8, dtype=np.float32)})
-    with pytest.raises(ModelUnsupported, match="rope_freqs"):
+    entries = {"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": factor} if factor else {}
+    extra = {"rope_freqs.weight": np.array(own, dtype=np.float32)} if own else {}
+    tensors = write_llama(path, SHAPE, random_tensors(SHAPE), entries=entries, extra=extra)  # type: ignore[arg-type]
+    divisors = tuple(each * (factor or 1.0) for each in own or (1.0,) * 8)
+    tokens = [3, 1, 4, 1, 5, 9, 2, 6] * 5
+    model = load_engine_model(path, pool_blocks=4)
+    rows = SequenceRows(tokens, 0, [2, 0, 3])
+    (choice,) = model.step(ForwardBatch([rows]), [SamplingState(GREEDY, len(tokens))])
+    scaled = PlainLlama(replace(SHAPE, rope_divisors=divisors), tensors).logits(tokens)[-1].astype(np.float64)
+    plain = PlainLlama(SHAPE, tensors).logits(tokens)[-1].astype(np.float64)
+    assert choice.logprob is not None
+    assert choice.logprob.logprob == pytest.approx((scaled - np.log(np.exp(scaled).sum())).max(), abs=1e-4)
+    assert np.abs(scaled - plain).max() > 0.01
+
+
+@pytest.mark.usefixtures("cache")
+def test_positions_that_would_not_turn_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    write_llama(path, SHAPE, random_tensors(SHAPE), extra={"rope_freqs.weight": np.zeros(8, dtype=np.float32)})
+    with pytest.raises(ModelUnsupported, match="rope_freqs are not all above 0"):
         load_engine_model(path, pool_blocks=4)
 
 

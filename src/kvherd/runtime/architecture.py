@@ -9,7 +9,10 @@ from kvherd.wire.gguf import GgufHead, Value
 
 @dataclass(frozen=True, slots=True)
 class LlamaShape:
-    """A transformer of the Llama family: grouped-query attention, rotary positions, SwiGLU, RMS norms."""
+    """A transformer of the Llama family: grouped-query attention, rotary positions, SwiGLU, RMS norms.
+
+    `rope_divisors` has a number for each rotated pair, by which it turns slower than `rope_base` says; empty: none.
+    """
 
     vocab_size: int
     hidden_size: int
@@ -22,6 +25,7 @@ class LlamaShape:
     rope_base: float = 10000.0
     rms_epsilon: float = 1e-5
     eos_token_ids: tuple[int, ...] = ()
+    rope_divisors: tuple[float, ...] = ()
 
     @property
     def group(self) -> int:
@@ -51,6 +55,7 @@ def shape_of(path: str, head: GgufHead) -> LlamaShape:
         rope_base=entries.number("rope.freq_base", 10000.0),
         rms_epsilon=entries.number("attention.layer_norm_rms_epsilon", 1e-5),
         eos_token_ids=_eos(head.metadata),
+        rope_divisors=_linear_scaling(entries, head_size),
     )
     _refuse_variants(path, entries, shape)
     return shape
@@ -86,7 +91,7 @@ def _refuse_variants(path: str, entries: _Entries, shape: LlamaShape) -> None:
     """A variant computed as a plain Llama would answer nonsense without a word; so each is refused by name."""
     if entries.has("expert_count") and entries.integer("expert_count", 1) > 1:
         raise ModelUnsupported(path, "it is a mixture of experts")
-    if entries.text("rope.scaling.type", "none") not in ("none", ""):
+    if entries.text("rope.scaling.type", "none") not in ("none", "", "linear"):
         raise ModelUnsupported(path, f"it scales its positions ({entries.text('rope.scaling.type', '')})")
     if entries.integer("attention.value_length", shape.head_size) != shape.head_size:
         raise ModelUnsupported(path, "its keys and values differ in size")
@@ -94,6 +99,13 @@ def _refuse_variants(path: str, entries: _Entries, shape: LlamaShape) -> None:
         raise ModelUnsupported(path, "it rotates only a part of each head")
     if shape.heads % shape.kv_heads:
         raise ModelUnsupported(path, f"{shape.heads} heads cannot share {shape.kv_heads} heads of keys and values")
+
+
+def _linear_scaling(entries: _Entries, head_size: int) -> tuple[float, ...]:
+    """Positions stretched over a longer context, all pairs alike."""
+    if entries.text("rope.scaling.type", "none") != "linear":
+        return ()
+    return (entries.number("rope.scaling.factor"),) * (head_size // 2)
 
 
 def _vocab_size(path: str, head: GgufHead) -> int:

@@ -12,7 +12,7 @@ from kvherd.core.errors import OptionInvalid
 from kvherd.runtime.architecture import LlamaShape, shape_of
 from kvherd.runtime.batch import Choice, ForwardBatch, ModelFacts, SamplingState
 from kvherd.runtime.blas_threads import BlasThreads
-from kvherd.runtime.gguf_weights import read_head, read_weights
+from kvherd.runtime.gguf_weights import read_head, read_weights, with_rope_divisors
 from kvherd.runtime.kv_pool import KvPool
 from kvherd.runtime.sampler import sample
 from kvherd.runtime.tiny import TINY, random_weights
@@ -63,7 +63,7 @@ def _tiny() -> tuple[LlamaShape, Weights]:
 
 def _from_file(path: Path) -> tuple[LlamaShape, Weights]:
     head = read_head(path)
-    shape = shape_of(str(path), head)
+    shape = with_rope_divisors(path, head, shape_of(str(path), head))
     return shape, WeightCache(cache_directory()).load(path, lambda: read_weights(path, head, shape))
 
 

@@ -2,6 +2,7 @@
 
 import mmap
 from collections.abc import Callable
+from dataclasses import replace
 from math import prod, sqrt
 from pathlib import Path
 
@@ -31,8 +32,6 @@ def read_head(path: Path) -> GgufHead:
 def read_weights(path: Path, head: GgufHead, shape: LlamaShape) -> Weights:
     """Convert every tensor. Raises `ModelMissing` for a file cut short, `ModelUnsupported` for what is strange."""
     tensors = GgufTensors(path, head)
-    if "rope_freqs.weight" in tensors.by_name:
-        raise ModelUnsupported(str(path), "it scales its positions (rope_freqs)")
     hidden, vocab = shape.hidden_size, shape.vocab_size
     embedding = tensors.read("token_embd.weight", (vocab, hidden))
     output = tensors.read("output.weight", (vocab, hidden)) if "output.weight" in tensors.by_name else embedding
@@ -45,6 +44,21 @@ def read_weights(path: Path, head: GgufHead, shape: LlamaShape) -> Weights:
             for i in range(shape.layers)
         ),
     )
+
+
+def with_rope_divisors(path: Path, head: GgufHead, shape: LlamaShape) -> LlamaShape:
+    """The shape with what the file's `rope_freqs` says of each pair (Llama 3.1 and later), if it has them.
+
+    Raises as `read_weights`.
+    """
+    tensors = GgufTensors(path, head)
+    if "rope_freqs.weight" not in tensors.by_name:
+        return shape
+    own = tensors.read("rope_freqs.weight", (shape.head_size // 2,))
+    if not np.all(np.isfinite(own) & (own > 0)):
+        raise ModelUnsupported(str(path), "its rope_freqs are not all above 0")
+    common = shape.rope_divisors or (1.0,) * len(own)
+    return replace(shape, rope_divisors=tuple(float(each) * one for each, one in zip(own, common, strict=True)))
 
 
 def _layer(read: Callable[[str, tuple[int, ...]], Floats], shape: LlamaShape) -> LayerWeights:

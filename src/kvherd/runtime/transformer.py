@@ -171,6 +171,8 @@ def _positions(sequence: SequenceRows) -> NDArray[np.intp]:
 def _turns(shape: LlamaShape) -> NDArray[np.complex64]:
     """The rotation of every pair at every position, as complex numbers of length one."""
     frequencies = shape.rope_base ** (-np.arange(0, shape.head_size, 2) / shape.head_size)
+    if shape.rope_divisors:
+        frequencies = frequencies / np.array(shape.rope_divisors)
     angles = np.arange(shape.context_tokens)[:, None] * frequencies
     turns: NDArray[np.complex64] = np.exp(1j * angles).astype(np.complex64)
     return turns

@@ -24,6 +24,7 @@ class PlainShape:
     head_size: int
     rope_base: float = 10000.0
     epsilon: float = 1e-5
+    rope_divisors: tuple[float, ...] = ()
 
     def sizes(self, *, tied: bool) -> dict[str, tuple[int, ...]]:
         """Every tensor's name and shape."""
@@ -117,6 +118,8 @@ class PlainLlama:
     def _rotate(self, heads: Floats, first: int) -> Floats:
         half = self._shape.head_size // 2
         frequencies = self._shape.rope_base ** (-np.arange(half) / half)
+        if self._shape.rope_divisors:
+            frequencies = np.array([f / by for f, by in zip(frequencies, self._shape.rope_divisors, strict=True)])
         angles = (np.arange(first, first + len(heads))[:, None] * frequencies)[:, None, :]
         low, high = heads[..., :half], heads[..., half:]
         turned = np.concatenate(
