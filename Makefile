@@ -2,15 +2,16 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+SMG := .venv-smg
 STAMP := $(VENV)/.installed
 LOCKS := locks/requirements.lock locks/model.lock
 PIP := $(BIN)/python -m pip --disable-pip-version-check $(if $(CI),-q)
 
 .DEFAULT_GOAL := help
-.PHONY: help up setup test check fix types contracts bench lock clean
+.PHONY: help up setup test test-smg check fix types contracts bench lock clean
 
 help: ## Show this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' Makefile
 
 up: $(STAMP) ## Run a herd on this machine: two engines and a gateway (ARGS='--help' shows the options)
 	@exec $(BIN)/kvherd up $(ARGS)
@@ -19,6 +20,9 @@ setup: $(STAMP) ## Create .venv with the locked dependencies (every other target
 
 test: check ## Every check, then all tests; ARGS='-k name' for some of them
 	$(BIN)/python -m pytest $(ARGS)
+
+test-smg: $(STAMP) $(SMG)/.installed ## Our engine as the worker of a stock SMG gateway, installed into .venv-smg
+	KVHERD_SMG=$(SMG)/bin/smg $(BIN)/python -m pytest -m peers tests/peers/test_smg.py $(ARGS)
 
 check: $(STAMP) contracts types ## Format, lint, types and layers: seconds
 	$(BIN)/ruff format --check .
@@ -40,9 +44,10 @@ bench: $(STAMP) $(VENV)/.bench ## Measure; prints ratios, writes bench/out (ARGS
 lock: $(STAMP) ## Resolve the dependencies again (needs uv) and write locks/
 	uv pip compile $(LOCK_FLAGS) pyproject.toml --extra engine --extra dev -o locks/requirements.lock
 	uv pip compile $(LOCK_FLAGS) -c locks/requirements.lock pyproject.toml --extra engine --extra bench -o locks/bench.lock
+	echo smg==1.13.0 | uv pip compile $(LOCK_FLAGS) - -o locks/smg.lock
 
 clean: ## Remove the environment and every cache
-	rm -rf $(VENV) build src/*.egg-info .mypy_cache .ruff_cache .import_linter_cache .hypothesis bench/out
+	rm -rf $(VENV) $(SMG) build src/*.egg-info .mypy_cache .ruff_cache .import_linter_cache .hypothesis bench/out
 	find src tests bench -name __pycache__ -type d -prune -exec rm -rf {} +
 
 LOCK_FLAGS := -q --universal --generate-hashes --no-emit-index-url --no-annotate --no-header --python-version 3.11 --upgrade
@@ -61,4 +66,9 @@ $(STAMP): pyproject.toml $(LOCKS)
 
 $(VENV)/.bench: $(STAMP) locks/bench.lock
 	$(PIP) install --require-hashes -r locks/bench.lock
+	@touch $@
+
+$(SMG)/.installed: $(STAMP) locks/smg.lock
+	$(PYTHON) -m venv --clear $(SMG)
+	$(SMG)/bin/python -m pip --disable-pip-version-check $(if $(CI),-q) install --require-hashes -r locks/smg.lock
 	@touch $@
