@@ -3,12 +3,14 @@
 import asyncio
 import logging
 from contextlib import AsyncExitStack
+from pathlib import Path
 from typing import Annotated
 
 import typer
 import uvloop
 
 from kvherd.adapters.http_worker import HttpWorker
+from kvherd.adapters.tokenizer import tokenizer_from_directory
 from kvherd.adapters.zmq_endpoints import rank_endpoints, require_apart
 from kvherd.adapters.zmq_kv_feed import ZmqFrameFeed
 from kvherd.cli.lifetime import until_stopped
@@ -48,6 +50,10 @@ def command(
     history_tokens: Annotated[
         int, typer.Option(min=1, help="How far a subscriber may fall behind each rank, in tokens of its events.")
     ] = HISTORY_TOKENS,
+    tokenizer: Annotated[
+        Path | None,
+        typer.Option(help="The model's directory; gateways learn its tokenizer and chat template from here."),
+    ] = None,
     log_level: Annotated[LogLevel, typer.Option(help="Least level of the log, which goes to standard error.")] = (
         LogLevel.INFO
     ),
@@ -67,7 +73,8 @@ def command(
     feeds = frame_feeds(events, replay, ranks=ranks, bind_events=bind_events)
     worker = _engine(engine)
     require_free(host, [port], option="--listen")
-    config = BridgeConfig(host=host, port=port, ranks=ranks)
+    artifact = tokenizer_from_directory(tokenizer).artifact_zip() if tokenizer else None
+    config = BridgeConfig(host=host, port=port, ranks=ranks, tokenizer_zip=artifact)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(
             until_stopped(

@@ -1,6 +1,7 @@
 """A bridge between a publisher's real sockets, a fake engine over HTTP, and stubs of smg-grpc-proto alone."""
 
 import asyncio
+import hashlib
 import json
 from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager
@@ -104,7 +105,9 @@ class Stage:
 
 
 @asynccontextmanager
-async def bridged(*publishers: FakePublisher, port: int | None = None, ranks: int = 1) -> AsyncIterator[Stage]:
+async def bridged(
+    *publishers: FakePublisher, port: int | None = None, ranks: int = 1, tokenizer_zip: bytes | None = None
+) -> AsyncIterator[Stage]:
     engine, port = FakeVllm(), port or free_ports((0,))
     feeds = {one.rank: ZmqFrameFeed(one.events_endpoint, one.replay_endpoint) for one in publishers}
     async with RawServer(engine.answer) as http:
@@ -112,7 +115,7 @@ async def bridged(*publishers: FakePublisher, port: int | None = None, ranks: in
         try:
             async with KvRelay(feeds, options=FAST) as relay:
                 streams = EventStreams(relay, server="the bridge")
-                config = BridgeConfig(port=port, ranks=ranks, retry_s=0.01)
+                config = BridgeConfig(port=port, ranks=ranks, retry_s=0.01, tokenizer_zip=tokenizer_zip)
                 async with (
                     grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel,
                     Bridge(config, engine=worker, events=streams) as bridge,
@@ -350,9 +353,17 @@ async def test_an_engine_that_never_answers_costs_its_deadline_and_no_more(monke
     ids=["sglang", "vllm"],
 )
 async def test_every_other_call_is_unimplemented_in_words(service: Any) -> None:
-    passed = {"SubscribeKvEvents", "FlushCache", "HealthCheck", "GetModelInfo", "GetServerInfo", "GetLoads"}
+    passed = {
+        "SubscribeKvEvents",
+        "FlushCache",
+        "HealthCheck",
+        "GetModelInfo",
+        "GetServerInfo",
+        "GetLoads",
+        "GetTokenizer",
+    }
     others = {method.name for method in service.methods} - passed
-    assert {"Generate", "Abort", "GetTokenizer"} <= others
+    assert {"Generate", "Abort", "StartProfile"} <= others
     async with FakePublisher() as publisher, bridged(publisher) as at:
         for name in sorted(others):
             call = at.channel.unary_stream(f"/{service.full_name}/{name}")(b"")
@@ -361,6 +372,20 @@ async def test_every_other_call_is_unimplemented_in_words(service: Any) -> None:
                 assert await call.details() == (
                     f"{name} (a bridge passes on KV events, flushes, health and load) is not supported here"
                 )
+
+
+async def test_the_tokenizer_that_the_operator_named_is_handed_out_and_no_other() -> None:
+    data = bytes(range(256)) * 10_000
+    async with FakePublisher() as publisher:
+        async with bridged(publisher, tokenizer_zip=data) as at:
+            call = at.sglang.GetTokenizer(common_pb2.GetTokenizerRequest())
+            chunks = [chunk async for chunk in call]
+            assert b"".join(chunk.data for chunk in chunks) == data
+            assert chunks[-1].sha256 == hashlib.sha256(data).hexdigest()
+        async with bridged(publisher) as at:
+            call = at.sglang.GetTokenizer(common_pb2.GetTokenizerRequest())
+            assert await call.code() is grpc.StatusCode.UNIMPLEMENTED
+            assert "without --tokenizer" in await call.details()
 
 
 async def test_health_and_reflection_name_both_protocols() -> None:

@@ -25,12 +25,15 @@ _SERVICES = (SGLANG_SERVICE.full_name, VLLM_SERVICE.full_name)
 
 @dataclass(frozen=True, slots=True)
 class BridgeConfig:
-    """`ranks` is how many the operator said the engine has; `retry_s`, how often an engine that is away is tried."""
+    """`ranks` is how many the operator said the engine has; `retry_s`, how often an engine that is away is tried;
+    `tokenizer_zip`, what GetTokenizer hands out, if anything.
+    """
 
     host: str = "127.0.0.1"
     port: int = 50061
     ranks: int = 1
     retry_s: float = 5.0
+    tokenizer_zip: bytes | None = None
 
 
 class Bridge:
@@ -56,9 +59,11 @@ class Bridge:
             ]
         )
         sglang_scheduler_pb2_grpc.add_SglangSchedulerServicer_to_server(
-            SglangDoor(self._engine, self._events), self._server
+            SglangDoor(self._engine, self._events, self._config.tokenizer_zip), self._server
         )
-        vllm_engine_pb2_grpc.add_VllmEngineServicer_to_server(VllmDoor(self._engine, self._events), self._server)
+        vllm_engine_pb2_grpc.add_VllmEngineServicer_to_server(
+            VllmDoor(self._engine, self._events, self._config.tokenizer_zip), self._server
+        )
         self._health = health.aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         reflection.enable_server_reflection((*_SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME), self._server)

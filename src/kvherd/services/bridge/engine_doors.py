@@ -1,6 +1,7 @@
 """The field's two engine protocols in front of one stock engine: its KV events, and what it can be asked over HTTP."""
 
 import asyncio
+import hashlib
 import logging
 import math
 from collections.abc import Awaitable, Callable
@@ -40,6 +41,7 @@ RANKS_KEY = "kvherd-ranks"
 ANSWER_S = 5.0
 """How long the engine may take to answer, beside what it may wait until it is idle."""
 LONGEST_FLUSH_S = 3600.0
+CHUNK_BYTES = 2**20
 
 
 def rpc(handler: H) -> H:
@@ -68,9 +70,10 @@ class _Door:
 
     pb: ClassVar[ModuleType]
 
-    def __init__(self, engine: Worker, events: KvEventDoor) -> None:
+    def __init__(self, engine: Worker, events: KvEventDoor, tokenizer_zip: bytes | None = None) -> None:
         self._engine = engine
         self._events = events
+        self._tokenizer_zip = tokenizer_zip
 
     @rpc
     async def SubscribeKvEvents(  # noqa: N802 - the protocol names it
@@ -112,6 +115,20 @@ class _Door:
             raise FieldInvalid("dp_rank", f"is {request.dp_rank}; a bridge tells the engine's sum, as rank 0")
         load = await self._asked(self._engine.load())
         return engine_answers.loads(self.pb, load, f"kvherd-bridge-{__version__}")
+
+    @rpc
+    async def GetTokenizer(  # noqa: N802 - the protocol names it
+        self, request: common_pb2.GetTokenizerRequest, context: Context
+    ) -> None:
+        """What the operator named: an engine on HTTP hands out none."""
+        data = self._tokenizer_zip
+        if data is None:
+            raise Unsupported("GetTokenizer (the bridge was started without --tokenizer)")
+        digest = hashlib.sha256(data).hexdigest()
+        for start in range(0, len(data), CHUNK_BYTES):
+            last = start + CHUNK_BYTES >= len(data)
+            chunk = data[start : start + CHUNK_BYTES]
+            await context.write(common_pb2.GetTokenizerChunk(data=chunk, sha256=digest if last else ""))
 
     async def _asked(self, answer: Awaitable[T], *, within_s: float = ANSWER_S) -> T:
         try:
