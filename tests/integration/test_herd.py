@@ -92,11 +92,12 @@ def test_the_openai_client_streams_through_the_gateway(gateway: str) -> None:
                 max_tokens=8,
                 stream=True,
                 stream_options={"include_usage": True},
+                extra_body={"ignore_eos": True},  # a random model may well begin with the end
             )
             chunks = list(stream)
             assert chunks[0].choices[0].delta.role == "assistant"
             assert chunks[-1].usage is not None
-            assert 0 < chunks[-1].usage.completion_tokens <= 8
+            assert chunks[-1].usage.completion_tokens == 8
             assert [chunk.choices[0].finish_reason for chunk in chunks if chunk.choices][-1] in ("length", "stop")
 
 
