@@ -75,7 +75,10 @@ def pair() -> Iterator[SmgOverEngine]:
         smg = stack.enter_context(OwnedProcess([str(binary), "launch", *options]))
         url = f"http://127.0.0.1:{port}"
         smg.wait_for(lambda: b"tiny" in get(f"{url}/v1/models")[1], what="SMG knows its worker's model")
-        yield SmgOverEngine(smg, url, engine, stack)
+        pair = SmgOverEngine(smg, url, engine, stack)
+        # It lists the model before it has the tokenizer, and tries again after 2 s if it asked before the worker was up.
+        smg.wait_for(lambda: pair.chat("ready?").status_code == 200, what="SMG has its worker's tokenizer")
+        yield pair
 
 
 def test_a_chat_is_answered_whole(pair: SmgOverEngine) -> None:
