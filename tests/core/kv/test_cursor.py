@@ -88,3 +88,10 @@ def test_every_batch_of_every_life_is_admitted_once_and_in_order(history: list[t
             reader.receive(life, sent - 1 - back)
     for life, admitted in enumerate(reader.lives):
         assert admitted == [(life, number) for number in range(len(admitted))]
+
+
+def test_a_live_stream_thousands_of_batches_behind_a_replay_is_no_restart() -> None:
+    cursor = RankCursor()
+    for number in range(5_000):
+        cursor.judge(number, number)
+    assert {type(cursor.judge(number, number)) for number in range(5_000)} == {Repeated}

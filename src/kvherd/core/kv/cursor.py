@@ -8,7 +8,8 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import Final
 
-MARKS_KEPT: Final = 64
+MARKS_KEPT: Final = 16_384
+"""A replay may run thousands of batches ahead of the live stream; those that then come late are still the same ones."""
 BIRTH: Final = -1
 """`last` of a publisher that has sent nothing yet: number 0 is next."""
 
