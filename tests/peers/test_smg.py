@@ -76,7 +76,7 @@ def pair() -> Iterator[SmgOverEngine]:
         url = f"http://127.0.0.1:{port}"
         smg.wait_for(lambda: b"tiny" in get(f"{url}/v1/models")[1], what="SMG knows its worker's model")
         pair = SmgOverEngine(smg, url, engine, stack)
-        # It lists the model before it has the tokenizer, and tries again after 2 s if it asked before the worker was up.
+        # It lists the model before it has the tokenizer, which it asks for again after 2 s if the worker was not up.
         smg.wait_for(lambda: pair.chat("ready?").status_code == 200, what="SMG has its worker's tokenizer")
         yield pair
 
