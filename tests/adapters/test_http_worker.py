@@ -4,6 +4,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager, closing
+from pathlib import Path
 from socket import AF_INET, SOCK_STREAM, socket
 from typing import Any
 
@@ -330,6 +331,7 @@ async def test_a_slow_client_stops_the_reading_from_the_worker() -> None:
 USAGE = (
     b'{"prompt_tokens": 7, "completion_tokens": 2, "total_tokens": 9, "prompt_tokens_details": {"cached_tokens": 4}}'
 )
+LAST_CHUNK = b"0\r\n\r\n"
 CHUNKED_HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ntransfer-encoding: chunked\r\n\r\n"
 LAST = b'data: {"choices":[],"usage":' + USAGE + b"}\n\n"
 
@@ -404,11 +406,22 @@ KVHERD = {
         "400 Bad Request",
     ),
 }
+RECORDED = Path(__file__).parent.parent / "fixtures/vllm-0.32-http"
+
+
+def recorded(name: str) -> bytes:
+    return (RECORDED / name).read_bytes()
+
+
 VLLM = {
-    "GET /v1/models": MODELS,
-    "GET /version": said({"version": "0.32.0"}),
+    "GET /v1/models": json_answer(recorded("models.json")),
+    "GET /version": json_answer(recorded("version.json")),
+    "GET /metrics": json_answer(recorded("metrics_one_running.txt")),
+    "GET /health": json_answer(b""),
+}
+VLLM_TWO_RANKS = VLLM | {
     "GET /metrics": json_answer(
-        b'# HELP vllm:cache_config_info x\nvllm:cache_config_info{block_size="32",engine="0",num_gpu_blocks="10"} 1.0\n'
+        b'vllm:cache_config_info{block_size="32",engine="0",num_gpu_blocks="10"} 1.0\n'
         b'vllm:cache_config_info{block_size="32",engine="1",num_gpu_blocks="20"} 1.0\n'
         b'vllm:num_requests_running{engine="0"} 2.0\nvllm:num_requests_running{engine="1"} 1.0\n'
         b'vllm:num_requests_waiting{engine="0"} 4.0\nvllm:kv_cache_usage_perc{engine="0"} 0.5\n'
@@ -446,9 +459,45 @@ async def test_kvherd_says_what_it_is() -> None:
 async def test_vllm_is_known_by_its_version_and_its_cache_by_its_metrics() -> None:
     async with RawServer(paths(VLLM)) as server, worker_at(server.url) as worker:
         facts = await worker.detect()
-        assert (facts.kind, facts.version, facts.max_context_tokens) == (WorkerKind.VLLM_HTTP, "0.32.0", 2048)
+        assert (facts.kind, facts.version, facts.models) == (WorkerKind.VLLM_HTTP, "0.32.0", ("smollm2",))
+        assert (facts.block_size, facts.ranks, facts.capacity_tokens) == (32, 1, 91 * 32)
+        assert (facts.max_context_tokens, facts.events_url) == (1024, None)
+        load = await worker.load()
+        assert (load.running, load.waiting, load.capacity_tokens) == (1, 0, 91 * 32)
+        assert 0 < load.used_tokens <= 121 + 32
+        await worker.probe()
+
+
+async def test_vllm_is_not_asked_what_it_needs_seconds_to_answer() -> None:
+    async with RawServer(paths(VLLM)) as server, worker_at(server.url) as worker:
+        await worker.detect()
+        assert "/server_info" not in [request.target for request in server.requests]
+
+
+async def test_vllm_behind_a_proxy_that_renames_its_owner_is_known_all_the_same() -> None:
+    async with RawServer(paths(VLLM | {"GET /v1/models": MODELS})) as server, worker_at(server.url) as worker:
+        assert (await worker.detect()).kind is WorkerKind.VLLM_HTTP
+
+
+async def test_the_ranks_of_vllm_are_added_up() -> None:
+    async with RawServer(paths(VLLM_TWO_RANKS)) as server, worker_at(server.url) as worker:
+        facts = await worker.detect()
         assert (facts.block_size, facts.ranks, facts.capacity_tokens) == (32, 2, 960)
         assert await worker.load() == WorkerLoad(running=3, waiting=4, used_tokens=240, capacity_tokens=960)
+
+
+async def test_what_an_answer_of_vllm_cost_is_read_in_passing() -> None:
+    stream = recorded("chat_stream.txt")
+    for answer in (
+        [json_answer(recorded("chat.json"))],
+        [SSE_HEAD, chunk(stream[:900]), chunk(stream[900:]) + LAST_CHUNK],
+    ):
+        told: list[Usage] = []
+        async with RawServer(saying(*answer)) as server, worker_at(server.url) as worker:
+            responder = FakeResponder()
+            await worker.forward(call(on_usage=told.append), responder)
+        assert responder.body in (recorded("chat.json"), stream)
+        assert [(usage.prompt_tokens, usage.completion_tokens) for usage in told] == [(37, 8)]
 
 
 async def test_sglang_is_known_by_its_server_info() -> None:
@@ -517,7 +566,7 @@ async def test_vllm_is_asked_until_it_could() -> None:
         nonlocal tries
         if request.target == "/reset_prefix_cache":
             tries += 1
-            writer.write(said({"success": tries > 2}))
+            writer.write(json_answer(recorded("reset_done.json" if tries > 2 else "reset_busy.json")))
         else:
             await paths(VLLM)(request, reader, writer)
 
@@ -528,13 +577,15 @@ async def test_vllm_is_asked_until_it_could() -> None:
 
 
 async def test_vllm_that_stays_busy_times_out_on_time() -> None:
-    busy = VLLM | {"POST /reset_prefix_cache": said({"success": False})}
+    busy = VLLM | {"POST /reset_prefix_cache": json_answer(recorded("reset_busy.json"))}
     async with RawServer(paths(busy)) as server, worker_at(server.url) as worker:
         begin_s = asyncio.get_running_loop().time()
         answer = await worker.flush(timeout_s=0.2)
         assert answer == FlushAnswer(done=False, message="still busy after 0.2 s", timed_out=True)
         assert asyncio.get_running_loop().time() - begin_s < 2
-        assert await worker.flush(timeout_s=0) == FlushAnswer(done=False, message="still busy after 0 s")
+        assert await worker.flush(timeout_s=0) == FlushAnswer(
+            done=False, message="busy; give it time to wait until it is idle"
+        )
 
 
 async def test_vllm_outside_its_development_mode_says_what_it_needs() -> None:

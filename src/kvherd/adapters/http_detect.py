@@ -20,19 +20,25 @@ _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 class _Models:
     names: tuple[str, ...]
     max_context_tokens: int
+    owners: frozenset[str]
 
 
 async def detect(worker: WorkerId, asker: HttpAsker, address: HttpAddress) -> WorkerFacts:
-    """Raises `WorkerError`. A worker must answer `/v1/models`; all else is learned if it is told."""
-    info = (await asker.ask("GET", "/server_info")).document_if_ok()
-    if "kvherd" in info:
-        return _kvherd(info, await _models(worker, asker), address)
-    if _SGLANG_FIELDS & info.keys():
-        return _sglang(info, await _models(worker, asker))
-    version = (await asker.ask("GET", "/version")).document_if_ok()
+    """Raises `WorkerError`. A worker must answer `/v1/models`; all else is learned if it is told.
+
+    A server that owns up to being vLLM is not asked for `/server_info`: in its development mode the first answer takes
+    seconds, since it looks over its whole machine, and holds nothing that is needed.
+    """
     models = await _models(worker, asker)
-    if isinstance(version.get("version"), str):
-        return await _vllm(version["version"], asker, models)
+    if "vllm" not in models.owners:
+        info = (await asker.ask("GET", "/server_info")).document_if_ok()
+        if "kvherd" in info:
+            return _kvherd(info, models, address)
+        if _SGLANG_FIELDS & info.keys():
+            return _sglang(info, models)
+    version = (await asker.ask("GET", "/version")).document_if_ok().get("version")
+    if isinstance(version, str):
+        return await _vllm(version, asker, models)
     return WorkerFacts(WorkerKind.OPENAI_HTTP, models.names, max_context_tokens=models.max_context_tokens)
 
 
@@ -45,6 +51,7 @@ async def _models(worker: WorkerId, asker: HttpAsker) -> _Models:
     return _Models(
         names=tuple(model["id"] for model in models),
         max_context_tokens=max((_whole(model.get("max_model_len")) for model in models), default=0),
+        owners=frozenset(str(model.get("owned_by")) for model in models),
     )
 
 

@@ -48,7 +48,9 @@ async def flush_vllm(worker: WorkerId, asker: HttpAsker, *, timeout_s: float, op
             return FlushAnswer(done=True, message="prefix cache reset")
         left_s = end_s - loop.time()
         if left_s <= 0:
-            return FlushAnswer(done=False, message=f"still busy after {timeout_s:g} s", timed_out=timeout_s > 0)
+            late = timeout_s > 0
+            why = f"still busy after {timeout_s:g} s" if late else "busy; give it time to wait until it is idle"
+            return FlushAnswer(done=False, message=why, timed_out=late)
         await asyncio.sleep(min(pause_s, left_s))
         pause_s = min(pause_s * 2, _LONGEST_PAUSE_S)
 
