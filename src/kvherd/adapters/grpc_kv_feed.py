@@ -6,7 +6,8 @@ The call is the same in SGLang's and vLLM's engine protocol; which one a server 
 import asyncio
 from collections.abc import AsyncGenerator, Iterable, Sequence
 from contextlib import suppress
-from typing import Final
+from types import TracebackType
+from typing import Final, Self
 
 import grpc
 import grpc.aio
@@ -44,6 +45,14 @@ class GrpcKvFeed:
         self._metadata = tuple(metadata)
         self._credentials = credentials
         self._methods: tuple[str, ...] = METHODS
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Nothing is held between subscriptions."""
 
     async def subscribe(self, cursors: dict[Rank, int], epoch: Epoch | None) -> AsyncGenerator[FeedItem, None]:
         start, metadata = encode_subscribe(cursors, epoch)

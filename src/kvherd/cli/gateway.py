@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -11,6 +12,9 @@ from kvherd.adapters.grpc_kv_feed import GrpcKvFeed
 from kvherd.adapters.grpc_tokenizer import fetch_tokenizer
 from kvherd.adapters.grpc_worker import GrpcWorker
 from kvherd.adapters.http_worker import HttpWorker
+from kvherd.adapters.tokenizer import tokenizer_from_directory
+from kvherd.adapters.zmq_endpoints import rank_endpoints, require_apart
+from kvherd.adapters.zmq_kv_feed import ZmqFrameFeed
 from kvherd.cli.gateway_client import AdminKeyOption
 from kvherd.cli.lifetime import until_stopped
 from kvherd.cli.logs import LogLevel, start_logging
@@ -18,9 +22,12 @@ from kvherd.cli.ports import require_free
 from kvherd.core.errors import OptionInvalid
 from kvherd.core.ids import WorkerId
 from kvherd.core.routing.policy import POLICY_NAMES
+from kvherd.ports.completions import Tokenizer
+from kvherd.ports.kv_feed import EventSource, KvFeed
 from kvherd.ports.worker import Worker
 from kvherd.services.gateway.fleet import FleetConfig, WorkerSpec
 from kvherd.services.gateway.gateway import Gateway, GatewayConfig
+from kvherd.services.kv_relay.direct import DirectKvFeed
 
 TOKENIZER_DEADLINE_S = 30.0
 
@@ -32,9 +39,11 @@ def command(
     worker: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="URL[,events=URL]",
-            help="A worker: grpc://HOST:PORT or http://HOST:PORT, once for each; `events` is the gRPC address of its "
-            "KV events where it cannot tell that itself. More can join at run time (POST /workers).",
+            metavar="URL[,events=URL][,replay=URL][,bind=1][,tokenizer=DIRECTORY]",
+            help="A worker: grpc://HOST:PORT or http://HOST:PORT, once for each; `events` is where its KV events are "
+            "if it cannot tell that itself: grpc://HOST:PORT of a bridge, or tcp:// or ipc://, an engine's own sockets "
+            "(then `replay` is where it replays them, and with `bind=1` the gateway listens and the engine connects); "
+            "`tokenizer` is its model's directory, if it hands out none. More can join at run time (POST /workers).",
         ),
     ] = None,
     policy: Annotated[str, typer.Option(help=f"How requests are routed: {', '.join(POLICY_NAMES)}.")] = "kv",
@@ -77,16 +86,44 @@ def command(
 
 
 def worker_spec(word: str) -> WorkerSpec:
-    """Read `URL[,events=URL]`. Raises `OptionInvalid`."""
+    """Read `URL[,NAME=VALUE]…`. Raises `OptionInvalid`."""
     url, *extras = word.split(",")
     named = dict(extra.partition("=")[::2] for extra in extras)
-    if named.keys() - {"events"} or len(named) != len(extras):
-        raise OptionInvalid("--worker", f"{word!r} is not of the form URL or URL,events=URL")
-    return WorkerSpec(url, named.get("events"))
+    unknown = named.keys() - {"events", "replay", "bind", "tokenizer"}
+    if unknown or len(named) != len(extras) or not all(named.values()):
+        raise OptionInvalid(
+            "--worker", f"{word!r} is not of the form URL[,events=URL][,replay=URL][,tokenizer=DIRECTORY]"
+        )
+    bind = named.get("bind", "0")
+    if bind not in ("0", "1"):
+        raise OptionInvalid("--worker", f"{word!r}: bind is 1 or 0")
+    tokenizer = named.get("tokenizer")
+    if tokenizer and not Path(tokenizer).is_dir():
+        raise OptionInvalid("--worker", f"{word!r}: there is no directory {tokenizer}")
+    return WorkerSpec(url, named.get("events"), named.get("replay"), bind == "1", tokenizer)
 
 
 def worker_at(url: str) -> Worker:
     return GrpcWorker(WorkerId(url)) if url.startswith("grpc://") else HttpWorker(WorkerId(url), url)
+
+
+def feed_of(source: EventSource) -> KvFeed:
+    """Raises `OptionInvalid` for endpoints that cannot be."""
+    if not source.direct:
+        return GrpcKvFeed(source.events.removeprefix("grpc://"))
+    live = rank_endpoints(source.events, source.ranks, option="events", listens=source.bind)
+    past = rank_endpoints(source.replay, source.ranks, option="replay") if source.replay else {}
+    require_apart(live, past)
+    return DirectKvFeed(
+        lambda: {rank: ZmqFrameFeed(at, past.get(rank), bind_events=source.bind) for rank, at in live.items()}
+    )
+
+
+async def tokenizer_from(source: str) -> Tokenizer:
+    """From a worker, or from a directory. Raises a `KvherdError`."""
+    if source.startswith("grpc://"):
+        return await fetch_tokenizer(source, TOKENIZER_DEADLINE_S)
+    return await asyncio.to_thread(tokenizer_from_directory, Path(source))
 
 
 async def run_gateway(config: GatewayConfig) -> None:
@@ -94,8 +131,8 @@ async def run_gateway(config: GatewayConfig) -> None:
     gateway = Gateway(
         config,
         worker_factory=worker_at,
-        feed_factory=lambda url: GrpcKvFeed(url.removeprefix("grpc://")),
-        tokenizer_factory=lambda url: fetch_tokenizer(url, TOKENIZER_DEADLINE_S),
+        feed_factory=feed_of,
+        tokenizer_factory=tokenizer_from,
     )
     async with gateway:
         log.info("serving at http://%s:%d, orders over gRPC on %d", config.host, config.port, config.grpc_port)

@@ -73,6 +73,8 @@ def worker_entry(member: Member, kv: KvView, now_s: float) -> Json:
         "requests_total": member.requests_total,
         "failures_total": member.failures_total,
         "events_url": member.events_url,
+        "replay_url": member.replay_url,
+        "tokenizer": {"from": member.tokenizer_from, "problem": member.tokenizer_problem},
         "kv": {"state": kv.state, "blocks": kv.blocks, "epoch": kv.epoch, "reason": kv.reason},
         "truth": _truth(member),
     }

@@ -102,8 +102,20 @@ async def test_a_worker_is_added_looked_at_and_removed_at_run_time() -> None:
         ({"url": "http://169.254.1.1:80"}, "url: 169.254.1.1 is a link-local address, which no worker may have"),
         ({"url": "http://bob:99999"}, "url: 'http://bob:99999' is not of the form grpc|http|https://HOST:PORT"),
         ({"url": 5}, "url: must be a text such as grpc://HOST:PORT or http://HOST:PORT"),
-        ({"url": "http://b:1", "events": "http://b:2"}, "events: 'http://b:2' is not of the form grpc://HOST:PORT"),
-        ({"url": "http://b:1", "evnts": ""}, "evnts: is unknown here; a worker has a url and perhaps events"),
+        (
+            {"url": "http://b:1", "events": "http://b:2"},
+            "events: 'http://b:2' is not of the form grpc://HOST:PORT, tcp://HOST:PORT or ipc://PATH",
+        ),
+        ({"url": "http://b:1", "replay": "tcp://b:2"}, "replay: says nothing without events"),
+        (
+            {"url": "http://b:1", "events": "grpc://b:2", "replay": "tcp://b:2"},
+            "replay: is for events at an engine's own sockets only",
+        ),
+        ({"url": "http://b:1", "events": "tcp://b:2", "bind": 1}, "bind: must be true or false"),
+        (
+            {"url": "http://b:1", "evnts": ""},
+            "evnts: is unknown here; a worker has url, events, replay, tokenizer and bind",
+        ),
         ([], "body: must be a JSON object, not a list"),
     ],
 )

@@ -12,7 +12,7 @@ from kvherd.core.fleet.breaker import BreakerState
 from kvherd.core.fleet.roster import Member, WorkerState
 from kvherd.core.ids import RequestId, WorkerId
 from kvherd.ports.completions import Tokenizer
-from kvherd.ports.kv_feed import KvFeed
+from kvherd.ports.kv_feed import EventSource, KvFeed
 from kvherd.ports.worker import WorkerFacts, WorkerKind, WorkerLoad
 from kvherd.services.gateway.fleet import Fleet, FleetConfig, WorkerSpec, normal_url
 from kvherd.testing.tokenizer import ByteTokenizer
@@ -60,8 +60,8 @@ async def yard(*workers: FakeWorker, config: FleetConfig | None = None) -> Async
     restarted: list[WorkerId] = []
     following = Following()
 
-    def feed(url: str) -> KvFeed:
-        feeds.append(url)
+    def feed(source: EventSource) -> KvFeed:
+        feeds.append(source.events)
         return None  # type: ignore[return-value]
 
     async def tokenizer(url: str) -> Tokenizer:

@@ -24,6 +24,7 @@ from kvherd.core.kv.stream import (
 from kvherd.core.routing.candidate import KvKnowledge
 from kvherd.ports.kv_feed import FeedItem, Subscribed
 from kvherd.services.gateway.follow import Followers
+from kvherd.testing.kv_feeds import OpenFeed
 
 ANN, RANK = WorkerId("ann"), Rank(0)
 ANN0 = Holder(ANN, RANK)
@@ -31,7 +32,7 @@ ONE, TWO = Epoch("1" * 32), Epoch("2" * 32)
 Step = FeedItem | KvStreamError | Exception
 
 
-class ScriptedFeed:
+class ScriptedFeed(OpenFeed):
     """A `KvFeed` that plays one script a subscription, the last one for ever; a script that is over waits."""
 
     def __init__(self, *scripts: list[Step]) -> None:
@@ -240,7 +241,7 @@ async def test_a_worker_added_again_starts_over_with_its_new_feed() -> None:
 # --- flushes ----------------------------------------------------------------------------------------------
 
 
-class QueuedFeed:
+class QueuedFeed(OpenFeed):
     """A `KvFeed` that says what is put into it."""
 
     def __init__(self) -> None:

@@ -14,6 +14,7 @@ from kvherd.ports.kv_feed import FeedItem, Subscribed
 from kvherd.ports.worker import WorkerFacts, WorkerKind
 from kvherd.services.gateway.fleet import WorkerSpec
 from kvherd.services.gateway.gateway import Gateway, GatewayConfig
+from kvherd.testing.kv_feeds import OpenFeed
 from kvherd.testing.tokenizer import ByteTokenizer
 from kvherd.testing.workers import FakeWorker
 
@@ -22,7 +23,7 @@ pytestmark = pytest.mark.net
 ANN = WorkerId("grpc://ann:1")
 
 
-class SilentFeed:
+class SilentFeed(OpenFeed):
     """A feed that is accepted and tells nothing."""
 
     async def subscribe(self, cursors: dict[Rank, int], epoch: Epoch | None) -> AsyncGenerator[FeedItem, None]:

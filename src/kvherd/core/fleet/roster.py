@@ -32,10 +32,19 @@ class WorkerState(StrEnum):
 
 @dataclass(slots=True)
 class Member:
-    """One worker as the gateway knows it. `detected` is false until it said what it is; then the facts hold."""
+    """One worker as the gateway knows it. `detected` is false until it said what it is; then the facts hold.
+
+    `events_url`, `replay_url` and `binds_events` are where its KV events are, as in `ports.kv_feed.EventSource`;
+    `tokenizer_from` is where its tokenizer is, a gRPC URL or a directory of this machine, and `tokenizer_problem` why
+    it could not be had from there.
+    """
 
     worker: WorkerId
     events_url: str | None = None
+    replay_url: str | None = None
+    binds_events: bool = False
+    tokenizer_from: str | None = None
+    tokenizer_problem: str = ""
     detected: bool = False
     kind: str = ""
     version: str = ""

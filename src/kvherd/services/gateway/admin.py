@@ -1,5 +1,6 @@
 """The gateway's HTTP beside the data path: the fleet, orders to it, and what programs ask of any engine."""
 
+from typing import Any
 from urllib.parse import unquote
 
 from starlette.applications import Starlette
@@ -80,15 +81,7 @@ class _Routes:
 
     async def add_worker(self, request: Request) -> Response:
         body = parse_object(await request.body())
-        unknown = sorted(body.keys() - {"url", "events"})
-        if unknown:
-            raise FieldInvalid(unknown[0], "is unknown here; a worker has a url and perhaps events")
-        url, events = body.get("url"), body.get("events")
-        if not isinstance(url, str):
-            raise FieldInvalid("url", "must be a text such as grpc://HOST:PORT or http://HOST:PORT")
-        if not isinstance(events, str | None):
-            raise FieldInvalid("events", "must be a text such as grpc://HOST:PORT")
-        entry, new = self._console.add(WorkerSpec(url, events))
+        entry, new = self._console.add(_worker_spec(body))
         return JSONResponse(entry, status_code=201 if new else 200)
 
     async def remove_worker(self, request: Request) -> Response:
@@ -158,6 +151,25 @@ class _Routes:
     async def model(self, _: Request) -> Response:
         models = self._console.fleet.roster.models()
         return JSONResponse({"model_path": models[0] if models else "", "models": list(models), "is_generation": True})
+
+
+def _worker_spec(body: dict[str, Any]) -> WorkerSpec:
+    """Raises `FieldInvalid`, naming the field that is wrong."""
+    wanted = {
+        "url": "grpc://HOST:PORT or http://HOST:PORT",
+        "events": "grpc://HOST:PORT or tcp://HOST:PORT",
+        "replay": "tcp://HOST:PORT",
+        "tokenizer": "/models/NAME, a directory of the gateway's machine",
+    }
+    unknown = sorted(body.keys() - wanted.keys() - {"bind"})
+    if unknown:
+        raise FieldInvalid(unknown[0], f"is unknown here; a worker has {', '.join(wanted)} and bind")
+    for name, example in wanted.items():
+        if not isinstance(body.get(name), str if name == "url" else str | None):
+            raise FieldInvalid(name, f"must be a text such as {example}")
+    if not isinstance(body.get("bind", False), bool):
+        raise FieldInvalid("bind", "must be true or false")
+    return WorkerSpec(**body)
 
 
 def _name(request: Request) -> str:

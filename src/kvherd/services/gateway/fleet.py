@@ -15,7 +15,7 @@ from kvherd.core.fleet.health import Down, Up
 from kvherd.core.fleet.roster import Member, Roster
 from kvherd.core.ids import RequestId, WorkerId
 from kvherd.ports.completions import Tokenizer
-from kvherd.ports.kv_feed import KvFeed
+from kvherd.ports.kv_feed import EventSource, KvFeed
 from kvherd.ports.worker import Worker, WorkerFacts
 from kvherd.services.gateway.orders import Addressee
 
@@ -24,19 +24,30 @@ log = logging.getLogger(__name__)
 WorkerFactory = Callable[[str], Worker]
 """Makes a worker from its URL; connects to nothing yet."""
 
-FeedFactory = Callable[[str], KvFeed]
-"""Makes a source of KV events from the gRPC URL that has them."""
+FeedFactory = Callable[[EventSource], KvFeed]
+"""Makes a source of KV events from where they are; connects to nothing yet. Raises `OptionInvalid`."""
 
 TokenizerFactory = Callable[[str], Awaitable[Tokenizer]]
-"""Fetches the tokenizer that the engine behind this gRPC URL uses. Raises a `KvherdError`."""
+"""Fetches the tokenizer of the engine behind a gRPC URL, or reads it from a directory. Raises a `KvherdError`."""
+
+
+DIRECT = ("tcp://", "ipc://")
+"""How the addresses of an engine's own sockets begin."""
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerSpec:
-    """A worker as an operator names it. `events` is where its KV events are, if that is not its own to say."""
+    """A worker as an operator names it.
+
+    `events`, `replay` and `bind` are where its KV events are, as in `EventSource`, if that is not its own to say;
+    `tokenizer` is a directory of this machine with the model's tokenizer, if the worker hands out none.
+    """
 
     url: str
     events: str | None = None
+    replay: str | None = None
+    bind: bool = False
+    tokenizer: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,19 +121,41 @@ class Fleet:
     def add(self, spec: WorkerSpec) -> Member:
         """Register a worker; one that is registered already is answered as it is. Raises `OptionInvalid`."""
         url = normal_url(spec.url, "url")
-        events = normal_url(spec.events, "events", schemes=("grpc",)) if spec.events else None
+        events = self._events_of(spec)
         worker = WorkerId(url)
         known = self.roster.get(worker)
         if known is not None:
             return known
         if len(self.roster) >= self._config.max_workers:
             raise OptionInvalid("url", f"{self._config.max_workers} workers are registered already, the limit here")
-        member = Member(worker, events_url=events)
+        member = Member(
+            worker,
+            events_url=events,
+            replay_url=spec.replay,
+            binds_events=spec.bind,
+            tokenizer_from=spec.tokenizer,
+        )
         self.roster.join(member)
         self._workers[worker] = self._worker_factory(url)
         self._wakes[worker] = asyncio.Event()
         self._tending[worker] = self._group.create_task(self._tend(member), name=f"tend {worker}")
         return member
+
+    def _events_of(self, spec: WorkerSpec) -> str | None:
+        """Where the worker's KV events are. Raises `OptionInvalid`."""
+        if spec.events is None:
+            if spec.replay or spec.bind:
+                raise OptionInvalid("replay" if spec.replay else "bind", "says nothing without events")
+            return None
+        if spec.events.startswith(DIRECT):
+            self._feed_factory(EventSource(spec.events, spec.replay, bind=spec.bind))
+            return spec.events
+        if spec.replay or spec.bind:
+            raise OptionInvalid("replay" if spec.replay else "bind", "is for events at an engine's own sockets only")
+        if not spec.events.startswith("grpc://"):
+            problem = f"{spec.events!r} is not of the form grpc://HOST:PORT, tcp://HOST:PORT or ipc://PATH"
+            raise OptionInvalid("events", problem)
+        return normal_url(spec.events, "events", schemes=("grpc",))
 
     async def remove(self, worker: WorkerId, *, drain_s: float | None = None) -> bool:
         """Take no new request there, wait for those under way, and let it go; whether all of them ended in time.
@@ -206,7 +239,7 @@ class Fleet:
 
     def _enrol(self, member: Member, facts: WorkerFacts) -> None:
         """Take over what the worker said of itself; its events are followed from the first time on."""
-        first, models_before = not member.detected, member.models
+        before = (member.models, member.ranks) if member.detected else None
         member.detected, member.kind, member.version = True, facts.kind.value, facts.version
         member.models, member.block_size, member.ranks = facts.models, facts.block_size, facts.ranks
         member.max_context_tokens, member.capacity_tokens = facts.max_context_tokens, facts.capacity_tokens
@@ -214,22 +247,41 @@ class Fleet:
         if member.events_url is None:
             own = member.worker if member.worker.startswith("grpc://") else None
             member.events_url = facts.events_url or own
-        if first:
+        if member.tokenizer_from is None and member.events_url and member.events_url.startswith("grpc://"):
+            member.tokenizer_from = member.events_url
+        if before is None:
             log.info("worker %s is %s and serves %s", member.worker, member.kind, ", ".join(member.models))
-        if member.events_url and facts.models and (first or facts.models != models_before):
-            self._following.remove(member.worker)
-            self._following.add(member.worker, self._feed_factory(member.events_url), model=facts.models[0])
+        if facts.models and (facts.models, facts.ranks) != before:
+            self._follow(member)
+
+    def _follow(self, member: Member) -> None:
+        """Follow its KV events from nothing on, if it has any."""
+        if member.events_url is None:
+            return
+        source = EventSource(member.events_url, member.replay_url, member.ranks, bind=member.binds_events)
+        self._following.remove(member.worker)
+        try:
+            feed = self._feed_factory(source)
+        except OptionInvalid as error:  # what it says of its ranks does not fit the endpoints
+            log.warning("the KV events of %s cannot be followed: %s", member.worker, error)
+            return
+        self._following.add(member.worker, feed, model=member.models[0])
 
     async def _learn_tokenizer(self, member: Member) -> None:
         wanted = [model for model in member.models if model not in self._tokenizers]
-        if not wanted or member.events_url is None:
+        source = member.tokenizer_from
+        if not wanted or source is None:
             return
         try:
             async with asyncio.timeout(self._config.tokenizer_deadline_s):
-                tokenizer = await self._tokenizer_factory(member.events_url)
+                tokenizer = await self._tokenizer_factory(source)
         except (KvherdError, TimeoutError) as error:
-            log.warning("no tokenizer for %s from %s: %s", ", ".join(wanted), member.events_url, error or "too slow")
+            problem = str(error) or f"nothing within {self._config.tokenizer_deadline_s:g} s"
+            if problem != member.tokenizer_problem:  # it is asked for again at every probe
+                log.warning("no tokenizer for %s from %s: %s", ", ".join(wanted), source, problem)
+            member.tokenizer_problem = problem
             return
+        member.tokenizer_problem = ""
         self._tokenizers.update(dict.fromkeys(wanted, tokenizer))
 
     async def _check(self, member: Member, worker: Worker) -> None:

@@ -12,8 +12,9 @@ from collections.abc import Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Self
+from typing import NoReturn, Self
 
+from kvherd.core.errors import OperatorError
 from kvherd.core.ids import PrefixHash, WorkerId
 from kvherd.core.kv.index import Holder, PrefixIndex
 from kvherd.core.kv.reactions import BackOff, FollowState, Pause, reaction_to
@@ -183,19 +184,25 @@ class _Follower:
 
     async def run(self) -> None:
         while True:
-            pause_s = self._options.long_pause_s
+            try:
+                async with self._feed:
+                    await self._subscribe_again_and_again()
+            except OperatorError as error:
+                log.warning("KV events of %s: %s", self.following.worker, error)
+                self._forget(FollowState.QUARANTINED, str(error))
+            except Exception:  # a defect in one worker's stream must not end the gateway: that worker gets no credit
+                log.exception("following %s failed unforeseen", self.following.worker)
+                self._forget(FollowState.QUARANTINED, "an unforeseen error; the gateway's log has it")
+            await asyncio.sleep(self._options.long_pause_s)
+
+    async def _subscribe_again_and_again(self) -> NoReturn:
+        while True:
             try:
                 await self._stream()
             except KvStreamError as error:
-                pause_s = self._react(error)
-            except (
-                Exception
-            ):  # a defect met in one worker's stream must not end the gateway: that worker gets no credit
-                log.exception("following %s failed unforeseen", self.following.worker)
-                self._forget(FollowState.QUARANTINED, "an unforeseen error; the gateway's log has it")
-            await asyncio.sleep(pause_s)
+                await asyncio.sleep(self._react(error))
 
-    async def _stream(self) -> None:
+    async def _stream(self) -> NoReturn:
         self._progress = False
         following = self.following
         before = following.told

@@ -19,6 +19,8 @@ class Life:
     epoch: Epoch
     histories: dict[Rank, RankHistory]
     end: StreamLost | None = None
+    told: bool = False
+    """Whether anyone was told what is held."""
     _news: asyncio.Event = field(default_factory=asyncio.Event)
 
     def tell(self) -> None:
@@ -47,6 +49,7 @@ class Life:
                     raise ResumeOutOfRange(f"batches of rank {rank} after {cursor} are no longer kept", self.epoch)
                 case Future():
                     raise ResumeOutOfRange(f"rank {rank} sent no batch {cursor} in this epoch", self.epoch)
+        self.told = True
         return Subscription(self, places)
 
     def _places(self, start: int, cursors: Mapping[Rank, int]) -> dict[Rank, int]:

@@ -151,11 +151,18 @@ class KvRelay:
             case EndLife(reason):
                 self._void(line, EpochEnded(f"rank {line.rank}: {reason}"))
             case BeginLife(unknown_before):
-                self._life.histories[line.rank].unknown_before = unknown_before
+                self._begin(line, unknown_before)
             case AskReplay():
                 raise AssertionError("a replay is asked for by whoever can wait for it")
             case _:
                 assert_never(instruction)
+
+    def _begin(self, line: _RankLine, unknown_before: int) -> None:
+        """Who was told already that all of this rank is known starts over: it is not."""
+        if unknown_before and self._life.told:
+            reason = f"rank {line.rank}: its first {unknown_before} batches are out of reach"
+            self._void(line, EpochEnded(reason), unknown_before)
+        self._life.histories[line.rank].unknown_before = unknown_before
 
     def _forward(self, line: _RankLine, frame: Frame) -> None:
         self.counts["frames"] += 1
