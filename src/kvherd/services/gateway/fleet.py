@@ -247,8 +247,9 @@ class Fleet:
         if member.events_url is None:
             own = member.worker if member.worker.startswith("grpc://") else None
             member.events_url = facts.events_url or own
-        if member.tokenizer_from is None and member.events_url and member.events_url.startswith("grpc://"):
-            member.tokenizer_from = member.events_url
+        if member.tokenizer_from is None:
+            told = (url for url in (member.events_url, facts.events_url, member.worker) if url)
+            member.tokenizer_from = next((url for url in told if url.startswith("grpc://")), None)
         if before is None:
             log.info("worker %s is %s and serves %s", member.worker, member.kind, ", ".join(member.models))
         if facts.models and (facts.models, facts.ranks) != before:
