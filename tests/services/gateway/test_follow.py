@@ -7,7 +7,7 @@ from contextlib import suppress
 import pytest
 
 from kvherd.core.ids import EngineHash, Epoch, Rank, WorkerId
-from kvherd.core.kv.events import BlocksStored, CacheCleared, KvEvent, KvEventBatch, SnapshotChunk
+from kvherd.core.kv.events import BlocksStored, CacheCleared, KvEvent, KvEventBatch, SnapshotChunk, Tier
 from kvherd.core.kv.hashing import PrefixHasher
 from kvherd.core.kv.index import Holder, PrefixIndex
 from kvherd.core.kv.reactions import FollowState
@@ -62,9 +62,9 @@ def batch(sequence: int, *events: KvEvent, rank: Rank = RANK, at_s: float = 0.0)
     return KvEventBatch(sequence, at_s, rank, events)
 
 
-def snapshot(sequence: int, *events: KvEvent, index: int = 0, count: int = 1) -> SnapshotChunk:
+def snapshot(sequence: int, *events: KvEvent, index: int = 0, count: int = 1, unknown: int = 0) -> SnapshotChunk:
     first = (CacheCleared(), *events) if index == 0 else events
-    return SnapshotChunk(index, count, 0, batch(sequence, *first))
+    return SnapshotChunk(index, count, unknown, batch(sequence, *first))
 
 
 async def follow(feed: ScriptedFeed, check: Callable[[Followers], object], *, after_s: float = 0.01) -> None:
@@ -307,6 +307,54 @@ async def test_a_clear_that_came_while_the_flush_was_being_answered_needs_no_bar
         assert set(index.contents(ANN0)) == {2}
         await feed.say(batch(12, block(3)))
         assert set(index.contents(ANN0)) == {2, 3}
+
+
+async def test_a_worker_is_incomplete_from_a_late_beginning_until_its_next_clear() -> None:
+    index, feed = PrefixIndex(PrefixHasher(b"k")), QueuedFeed()
+    async with Followers(index) as followers:
+        assert not followers.incomplete(ANN)
+        followers.add(ANN, feed, model="m")
+        await feed.say(Subscribed(ONE), snapshot(9, block(1), unknown=7), batch(10, block(1)))
+        assert followers.incomplete(ANN)
+        assert index.contents(ANN0) == {1: {Tier.DEVICE: 1}}, "told twice, and perhaps held once"
+        await feed.say(batch(11, CacheCleared(), block(2)), batch(12, block(2)))
+        assert not followers.incomplete(ANN)
+        assert index.contents(ANN0) == {2: {Tier.DEVICE: 2}}
+
+
+async def test_one_incomplete_rank_makes_a_worker_incomplete() -> None:
+    index, feed = PrefixIndex(PrefixHasher(b"k")), QueuedFeed()
+    async with Followers(index) as followers:
+        followers.add(ANN, feed, model="m")
+        other = SnapshotChunk(0, 1, 2, batch(5, CacheCleared(), block(1), rank=Rank(1)))
+        await feed.say(Subscribed(ONE), snapshot(9, block(1)), other)
+        assert followers.incomplete(ANN)
+        await feed.say(batch(10, CacheCleared()))
+        assert followers.incomplete(ANN)
+        await feed.say(batch(6, CacheCleared(), rank=Rank(1)))
+        assert not followers.incomplete(ANN)
+
+
+async def test_a_new_epoch_decides_anew_whether_a_worker_is_incomplete() -> None:
+    index, feed = PrefixIndex(PrefixHasher(b"k")), QueuedFeed()
+    async with Followers(index) as followers:
+        followers.add(ANN, feed, model="m")
+        await feed.say(Subscribed(ONE), snapshot(9, block(1), unknown=7), EpochEnded("restart"))
+        await feed.say(Subscribed(TWO), snapshot(50, block(1)), batch(51, block(1)))
+        assert not followers.incomplete(ANN)
+        assert index.contents(ANN0) == {1: {Tier.DEVICE: 2}}
+
+
+async def test_an_obeyed_flush_makes_a_worker_complete_once_its_barrier_is_passed() -> None:
+    index, feed = PrefixIndex(PrefixHasher(b"k")), QueuedFeed()
+    async with Followers(index, wall=lambda: 1_000.0) as followers:
+        followers.add(ANN, feed, model="m")
+        await feed.say(Subscribed(ONE), snapshot(9, block(1), unknown=7))
+        followers.flushed(ANN)
+        assert followers.incomplete(ANN)
+        await feed.say(batch(10, block(2), block(2), at_s=1_003.0))
+        assert not followers.incomplete(ANN)
+        assert index.contents(ANN0) == {2: {Tier.DEVICE: 2}}
 
 
 async def test_a_snapshot_behind_a_barrier_is_not_believed() -> None:

@@ -112,7 +112,7 @@ async def test_what_is_out_of_the_replay_s_reach_is_said_to_be_unknown() -> None
             followers.add(ANN, feed, model="m")
             it = Followed({RANK: publisher}, followers, index)
             await it.holds(2)
-            assert followers._followers[ANN].following.unknown_before == 1
+            assert followers.incomplete(ANN)
 
 
 async def test_an_endpoint_that_cannot_be_listened_on_quarantines_the_worker_and_says_why() -> None:

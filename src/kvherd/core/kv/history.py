@@ -47,7 +47,11 @@ Resume = Resumed | TooOld | Future
 
 @dataclass(slots=True)
 class RankHistory:
-    """A bounded run of the latest batches, and the state after them."""
+    """A bounded run of the latest batches, and the state after them.
+
+    `unknown_before` batches of the publisher's life were never seen, so it may hold blocks nobody told of: an engine
+    that is asked to tell of them announces others a second time, so copies are capped at one a tier. A clear ends it.
+    """
 
     rank: Rank
     base: int
@@ -70,7 +74,9 @@ class RankHistory:
             self.last += 1
             self._ring.append(KvEventBatch(self.last, timestamp_s, self.rank, part))
             self._weight += _weight(part)
-            self.state.apply(part)
+            self.state.apply(part, capped=self.unknown_before > 0)
+            if self.unknown_before and CacheCleared() in part:
+                self.unknown_before = 0
         while self._weight > self.limit_tokens and len(self._ring) > 1:
             self._weight -= _weight(self._ring.popleft().events)
         self._floor = max(self._floor, self._ring[0].sequence - 1)

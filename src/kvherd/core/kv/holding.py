@@ -31,6 +31,8 @@ class Holding:
     bit: int
     masks: dict[PrefixHash, int]
     credited: int = 0
+    capped: bool = False
+    """Whether more than one copy of a block in one tier counts as one."""
     _names: dict[EngineHash, PrefixHash] = field(default_factory=dict)
     _orphans: dict[EngineHash, _Orphan] = field(default_factory=dict)
     _children: dict[EngineHash, dict[EngineHash, None]] = field(default_factory=dict)
@@ -61,6 +63,13 @@ class Holding:
             else:
                 self._remove_copy(block, tier)
 
+    def cap(self) -> None:
+        """Count at most one copy of a block in each tier, until `clear`."""
+        self.capped = True
+        for block, copies in list(self._copies.items()):
+            self._copies[block] = dict.fromkeys(copies, 1)
+            self._keep_copies(block, self._copies[block])
+
     def clear(self) -> None:
         masks, keep = self.masks, ~self.bit
         for block, name in self._names.items():
@@ -69,6 +78,7 @@ class Holding:
         for held in (self._names, self._orphans, self._children, self._copies, self._twins):
             held.clear()
         self.credited = 0
+        self.capped = False
 
     def contents(self) -> dict[EngineHash, Copies]:
         """Every block held, named or not, and its copies."""
@@ -137,8 +147,9 @@ class Holding:
 
     def _add_copy(self, block: EngineHash, tier: Tier, name: PrefixHash | None) -> None:
         copies = self._copies.setdefault(block, dict(_ONE_ON_DEVICE))
-        copies[tier] = copies.get(tier, 0) + 1
-        if tier is Tier.DEVICE and copies[tier] == 1 and name is not None:
+        had = copies.get(tier, 0)
+        copies[tier] = 1 if self.capped else had + 1
+        if tier is Tier.DEVICE and not had and name is not None:
             self._credit(name)
         self._keep_copies(block, copies)
 

@@ -4,7 +4,8 @@ The rules, each of which some index in use breaks:
 
 * Credit is for blocks on the device whose stored chain to the root was seen. A block whose parent is not known is
   remembered without credit, and gets it once the parent is stored: its own hash proves the whole chain.
-* A block may be held in several copies, which go one by one. It is gone with the last.
+* A block may be held in several copies, which go one by one. It is gone with the last. Where stores may be told twice
+  (`cap_copies`) it is gone with the first.
 * A removed block in the middle hides those behind it until it is stored again, and then they count at once.
 * A holder is one rank of one worker: a clear or restart of one leaves the others alone.
 
@@ -98,8 +99,16 @@ class PrefixIndex:
         found.update((holder, len(chain)) for holder in self._of(alive))
         return found
 
+    def cap_copies(self, holder: Holder) -> None:
+        """Count one copy of a block in each tier and no more, until `holder` is cleared.
+
+        For a cache that held blocks nobody told of: engines asked to tell of them announce blocks that were told
+        already as if stored again, and no removal answers to that. Credit may then be too low, never too high.
+        """
+        (self._holdings[holder.worker].get(holder.rank) or self._open(holder)).cap()
+
     def clear(self, holder: Holder) -> None:
-        """Forget all that `holder` has."""
+        """Forget all that `holder` has, and `cap_copies`."""
         holding = self._holdings.get(holder.worker, {}).get(holder.rank)
         if holding is not None:
             holding.clear()

@@ -26,15 +26,17 @@ class LiveState:
 
     _blocks: dict[EngineHash, _Block] = field(default_factory=dict)
 
-    def apply(self, events: Iterable[KvEvent]) -> None:
+    def apply(self, events: Iterable[KvEvent], *, capped: bool = False) -> None:
+        """Let the events happen in order. `capped`: of a block, each tier has one copy at most, until a clear."""
         for event in events:
             match event:
                 case BlocksStored():
-                    self._store(event)
+                    self._store(event, capped=capped)
                 case BlocksRemoved():
                     self._remove(event)
                 case CacheCleared():
                     self._blocks.clear()
+                    capped = False
                 case _:
                     assert_never(event)
 
@@ -58,7 +60,7 @@ class LiveState:
                 for _ in range(count):
                     yield _as_event(block, held, tier)
 
-    def _store(self, event: BlocksStored) -> None:
+    def _store(self, event: BlocksStored, *, capped: bool) -> None:
         tokens = token_bytes(event.token_ids)
         size = event.block_size * TOKEN_BYTES
         parent = event.parent_hash
@@ -69,7 +71,7 @@ class LiveState:
                 extra_keys = event.extra_keys[number] if event.extra_keys else ()
                 self._blocks[block] = _Block(parent, own, event.lora, event.salt, extra_keys, {event.tier: 1})
             else:
-                held.copies[event.tier] = held.copies.get(event.tier, 0) + 1
+                held.copies[event.tier] = 1 if capped else held.copies.get(event.tier, 0) + 1
             parent = block
 
     def _remove(self, event: BlocksRemoved) -> None:

@@ -123,6 +123,11 @@ class Followers:
             case _:
                 return KvKnowledge.QUARANTINED
 
+    def incomplete(self, worker: WorkerId) -> bool:
+        """Whether this worker may hold blocks that nobody told of: what is believed is true, and may lack some."""
+        follower = self._followers.get(worker)
+        return follower is not None and follower.following.incomplete
+
     def view(self, worker: WorkerId) -> KvView:
         """What is known of a worker's cache; state `unfollowed` if it was not given. `reason` says why it is not live,
         or what ended its last stream.

@@ -27,8 +27,9 @@ class Following:
     epoch: Epoch | None = None
     told: int = 0
     """Batches admitted and snapshots completed: what a stream that makes progress adds to."""
-    unknown_before: int = 0
     _cursors: dict[Rank, RankCursor] = field(default_factory=dict)
+    _incomplete: set[Rank] = field(default_factory=set)
+    """Ranks that may hold blocks nobody told of: the publisher did not see the whole of their life."""
     _chunks: dict[Rank, int] = field(default_factory=dict)
     """Ranks in the middle of a snapshot, and the part that is next."""
     _barrier_s: float | None = None
@@ -51,9 +52,15 @@ class Following:
     def ranks(self) -> set[Rank]:
         return set(self._cursors) | set(self._chunks)
 
+    @property
+    def incomplete(self) -> bool:
+        """Some rank may hold blocks that nobody told of."""
+        return bool(self._incomplete)
+
     def forget(self) -> None:
         self.index.clear_worker(self.worker)
         self.epoch = None
+        self._incomplete.clear()
         self._cursors.clear()
         self._chunks.clear()
 
@@ -80,7 +87,7 @@ class Following:
         """
         early = {rank for rank, cleared_s in self._cleared_s.items() if cleared_s >= ordered_s}
         for rank in self.ranks - early:
-            self.index.clear(Holder(self.worker, rank))
+            self._clear(rank)
         self._barrier_s, self._passed = answered_s, early
         self._dropped.clear()
 
@@ -88,7 +95,8 @@ class Following:
         rank = chunk.batch.rank
         if chunk.index == 0:
             self._cursors.pop(rank, None)
-            self.index.clear(Holder(self.worker, rank))
+            (self._incomplete.add if chunk.unknown_before else self._incomplete.discard)(rank)
+            self._clear(rank)
         elif self._chunks.get(rank) != chunk.index:
             raise EpochEnded(f"part {chunk.index} of a snapshot came out of turn")
         self._chunks[rank] = chunk.index + 1
@@ -96,11 +104,12 @@ class Following:
             self._dropped.add(rank)
         else:
             self.index.apply(Holder(self.worker, rank), chunk.batch)
+            if chunk.unknown_before:  # after it: the clear that a snapshot begins with is not the engine's
+                self.index.cap_copies(Holder(self.worker, rank))
         if chunk.index + 1 == chunk.count:
             del self._chunks[rank]
             self._cursors[rank] = RankCursor(chunk.batch.sequence)
             self.told += 1
-            self.unknown_before = max(self.unknown_before, chunk.unknown_before)
 
     def _take_batch(self, batch: KvEventBatch, now_s: float) -> None:
         if batch.rank in self._chunks:
@@ -121,6 +130,7 @@ class Following:
         holder = Holder(self.worker, batch.rank)
         if any(isinstance(event, CacheCleared) for event in batch.events):
             self._cleared_s[batch.rank] = now_s
+            self._incomplete.discard(batch.rank)
         if self._behind_barrier(batch.rank):
             self._pass_barrier(holder, batch)
         else:
@@ -138,10 +148,18 @@ class Following:
             self._passed.add(holder.rank)
             if holder.rank in self._dropped:
                 raise EpochEnded("events around a flush were dropped, and what is held must be told again")
+            self._incomplete.discard(holder.rank)  # obeyed, and nothing was stored between
+            self._clear(holder.rank)
             self.index.apply(holder, batch)
 
     def _behind_barrier(self, rank: Rank) -> bool:
         return self._barrier_s is not None and rank not in self._passed
+
+    def _clear(self, rank: Rank) -> None:
+        holder = Holder(self.worker, rank)
+        self.index.clear(holder)
+        if rank in self._incomplete:
+            self.index.cap_copies(holder)
 
     def _abandon_snapshots(self) -> None:
         """A snapshot that was broken off is worth nothing: that rank is told from zero."""
