@@ -356,6 +356,23 @@ async def test_what_an_answer_cost_is_read_in_passing(pieces: list[bytes]) -> No
 
 
 @pytest.mark.parametrize(
+    "details",
+    [
+        b"",  # nothing is said of them
+        b',"prompt_tokens_details":null',  # vLLM and SGLang without their flags
+        b',"prompt_tokens_details":{"multimodal_tokens":{"image":3}}',
+        b',"prompt_tokens_details":{"cached_tokens":0,"image_tokens":3}',  # SGLang without its flag, and an image
+    ],
+)
+async def test_a_server_that_was_not_told_to_report_cached_tokens_reports_none(details: bytes) -> None:
+    told: list[Usage] = []
+    usage = b'{"usage":{"prompt_tokens":12,"total_tokens":19,"completion_tokens":7%b}}' % details
+    async with RawServer(saying(json_answer(usage))) as server, worker_at(server.url) as worker:
+        await worker.forward(call(on_usage=told.append), FakeResponder())
+    assert told == [Usage(12, None, 7)]
+
+
+@pytest.mark.parametrize(
     "body", [b"{}", b'{"usage": null}', b'{"usage": {"prompt_tokens": "many"}}', b'"usage"', b"\xff"]
 )
 async def test_an_answer_that_does_not_say_is_not_guessed(body: bytes) -> None:

@@ -20,7 +20,8 @@ ANN: dict[str, Any] = {
     "state": "up",
     "running": 2,
     "waiting": 0,
-    "kv": {"state": "live", "blocks": 94, "epoch": "ab" * 16},
+    "kv": {"state": "live", "blocks": 94, "epoch": "ab" * 16, "lag_s": 0.0021, "worst_lag_s": 0.04},
+    "truth": {"decided": 150, "undecided": 0, "unavailable": 3, "error_rate": 0.005},
 }
 BOB: dict[str, Any] = {
     "id": "http://b",
@@ -84,15 +85,18 @@ def test_workers_are_a_table_with_a_row_each(gateway_that_says: Says, capsys: py
     url = gateway_that_says(200, {"workers": [ANN]})
     assert run("workers", "--gateway", url) == 0
     heading, row = capsys.readouterr().out.splitlines()
-    assert heading.split() == ["WORKER", "KIND", "MODELS", "STATE", "RUNNING", "WAITING", "KV", "BLOCKS"]
-    assert row.split() == ["grpc://127.0.0.1:51000", "sglang-grpc", "smollm2", "up", "2", "0", "live", "94"]
+    assert heading.split("  ")[0] == "WORKER"
+    assert heading.split()[-5:] == ["EPOCH", "BLOCKS", "LAG", "MS", "TRUTH"]
+    assert row.split()[:8] == ["grpc://127.0.0.1:51000", "sglang-grpc", "smollm2", "up", "2", "0", "live", "abababab"]
+    assert row.split()[8:10] == ["94", "2.1/40.0"]
+    assert row.endswith("  150 decided, 0.5% wrong, 3 unavailable")
 
 
 def test_a_worker_that_is_down_is_shown_and_costs_the_exit_code(
     gateway_that_says: Says, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run("workers", "--gateway", gateway_that_says(200, {"workers": [ANN, BOB]})) == 1
-    assert capsys.readouterr().out.splitlines()[-1].split() == ["http://b", "-", "-", "down", "0", "-", "-", "-"]
+    assert capsys.readouterr().out.splitlines()[-1].split() == ["http://b", "-", "-", "down", "0", *"------"]
 
 
 def test_a_cache_that_is_not_known_is_shown_with_its_reason(

@@ -10,6 +10,15 @@ _KEPT_BYTES = 1024 * 1024
 
 class _PromptDetails(msgspec.Struct):
     cached_tokens: int | None = None
+    image_tokens: int | None = None
+    audio_tokens: int | None = None
+    video_tokens: int | None = None
+
+    @property
+    def told(self) -> int | None:
+        """SGLang that was not told to report has a 0 beside its counts of media."""
+        media = self.image_tokens or self.audio_tokens or self.video_tokens
+        return self.cached_tokens or (None if media else self.cached_tokens)
 
 
 class _UsageObject(msgspec.Struct):
@@ -72,6 +81,7 @@ class UsageSniffer:
             details = usage.prompt_tokens_details
             self._told = Usage(
                 prompt_tokens=usage.prompt_tokens or 0,
-                cached_tokens=(details.cached_tokens or 0) if details is not None else 0,
+                # Stock servers leave it out, or say null, until they are told to report it.
+                cached_tokens=None if details is None else details.told,
                 completion_tokens=usage.completion_tokens or 0,
             )

@@ -10,7 +10,9 @@ from kvherd.cli.tables import print_table
 
 TIMEOUT_S = 10.0
 SERVING = "up"
-HEADINGS = ("WORKER", "KIND", "MODELS", "STATE", "RUNNING", "WAITING", "KV", "BLOCKS")
+HEADINGS = ("WORKER", "KIND", "MODELS", "STATE", "RUNNING", "WAITING", "KV", "EPOCH", "BLOCKS", "LAG MS", "TRUTH")
+NUMERIC = frozenset({"RUNNING", "WAITING", "BLOCKS", "LAG MS"})
+SHOWN_OF_EPOCH = 8
 
 
 def command(
@@ -23,7 +25,9 @@ def command(
     """List the workers of a gateway: kind, state, load, and what is known of their KV caches.
 
     KV is `live` when the gateway follows the worker's KV events, so that its cached blocks count in routing;
-    otherwise it names why they do not.
+    otherwise it names why they do not. LAG MS is how long its events take to get here: the last ones, and the worst of
+    the last minute. TRUTH is how often predicted and reported cached tokens were compared, and how often they differed
+    of late; `kvherd audit` has more of it.
 
     Exit code 0 if every worker is up, 1 if some are not or there is none, 3 if no gateway answers.
     """
@@ -32,7 +36,7 @@ def command(
     if as_json:
         print(json.dumps(answer, indent=2))
     elif workers:
-        print_table(HEADINGS, map(_row, workers), numeric=frozenset({"RUNNING", "WAITING", "BLOCKS"}))
+        print_table(HEADINGS, map(_row, workers), numeric=NUMERIC)
     else:
         print("no workers")
     if not workers or any(worker.get("state") != SERVING for worker in workers):
@@ -44,4 +48,19 @@ def _row(worker: dict[str, Any]) -> list[object]:
     told = f"{kv.get('state')}: {kv['reason']}" if kv.get("reason") else kv.get("state")
     models = ", ".join(worker.get("models") or ())
     first, last = ("url", "kind"), ("state", "running", "waiting")
-    return [*map(worker.get, first), models, *map(worker.get, last), told, kv.get("blocks")]
+    epoch = (kv.get("epoch") or "")[:SHOWN_OF_EPOCH]
+    lag = "/".join(f"{kv[name] * 1000:.1f}" for name in ("lag_s", "worst_lag_s") if kv.get(name) is not None)
+    return [
+        *map(worker.get, first),
+        models,
+        *map(worker.get, last),
+        *(told, epoch, kv.get("blocks"), lag, _truth(worker.get("truth") or {})),
+    ]
+
+
+def _truth(truth: dict[str, Any]) -> str:
+    """Counts in words, without those that are nothing; empty where nothing was ever claimed."""
+    counts = [f"{truth[name]} {name}" for name in ("decided", "undecided", "unavailable") if truth.get(name)]
+    if truth.get("decided"):
+        counts.insert(1, f"{truth.get('error_rate', 0):.1%} wrong")
+    return ", ".join(counts)

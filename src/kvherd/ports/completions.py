@@ -14,10 +14,10 @@ Generate = Callable[[GenerationRequest], AsyncIterator[TokenDelta]]
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """What a finished call cost, for logs and audits."""
+    """What a finished call cost, for logs and audits. `cached_tokens` None: whoever answered did not say."""
 
     prompt_tokens: int
-    cached_tokens: int
+    cached_tokens: int | None
     completion_tokens: int
 
 

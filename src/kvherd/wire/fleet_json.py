@@ -17,12 +17,16 @@ _MOST_EXPLAINED = 16
 
 @dataclass(frozen=True, slots=True)
 class KvView:
-    """What is known of a worker's KV cache: the follower's state, credited blocks, and the publisher's life."""
+    """What is known of a worker's KV cache: the follower's state, credited blocks, the publisher's life, and how late
+    its events came here: the last, and the worst of the last minute.
+    """
 
     state: str
     blocks: int = 0
     epoch: Epoch | None = None
     reason: str = ""
+    lag_s: float | None = None
+    worst_lag_s: float | None = None
 
 
 def flush_report(report: FanoutReport) -> Json:
@@ -75,7 +79,14 @@ def worker_entry(member: Member, kv: KvView, now_s: float) -> Json:
         "events_url": member.events_url,
         "replay_url": member.replay_url,
         "tokenizer": {"from": member.tokenizer_from, "problem": member.tokenizer_problem},
-        "kv": {"state": kv.state, "blocks": kv.blocks, "epoch": kv.epoch, "reason": kv.reason},
+        "kv": {
+            "state": kv.state,
+            "blocks": kv.blocks,
+            "epoch": kv.epoch,
+            "reason": kv.reason,
+            "lag_s": _rounded(kv.lag_s),
+            "worst_lag_s": _rounded(kv.worst_lag_s),
+        },
         "truth": _truth(member),
     }
 
@@ -85,12 +96,19 @@ def _truth(member: Member) -> Json:
     return {
         "available": truth.available,
         "decided": truth.decided,
+        "wrong": truth.wrong,
         "undecided": truth.undecided,
-        "unreported": truth.unreported,
+        "undecided_by": dict(truth.undecided_by),
+        "unavailable": truth.unavailable,
         "predicted_tokens": truth.predicted_tokens,
         "reported_tokens": truth.reported_tokens,
         "error_rate": round(truth.error_rate, 6),
+        "rebuilds": truth.rebuilds,
     }
+
+
+def _rounded(seconds: float | None) -> float | None:
+    return None if seconds is None else round(seconds, 6)
 
 
 def explanation_header(explanation: Explanation) -> str:

@@ -1,8 +1,10 @@
 """The gateway's HTTP beside the data path."""
 
 import asyncio
+import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 import httpx
 import pytest
@@ -53,7 +55,7 @@ async def gateway(
     metrics = GatewayMetrics()
     console = Console(
         fleet=fleet,
-        kv=lambda _: KvView("live", 7, Epoch("e" * 32)),
+        kv=lambda _: KvView("live", 7, Epoch("e" * 32), lag_s=0.0025, worst_lag_s=0.5),
         flushed=lambda _, __: None,
         metrics=metrics,
         admin_key=admin_key,
@@ -76,7 +78,14 @@ async def test_workers_are_listed_with_all_that_is_known_of_them() -> None:
         (one,) = (await client.get("/workers")).json()["workers"]
     assert (one["id"], one["url"], one["kind"], one["models"]) == ("grpc-ann-1", ANN, "sglang-grpc", ["m"])
     assert (one["state"], one["running"], one["waiting"], one["outstanding"]) == ("up", 2, 1, 0)
-    assert one["kv"] == {"state": "live", "blocks": 7, "epoch": "e" * 32, "reason": ""}
+    assert one["kv"] == {
+        "state": "live",
+        "blocks": 7,
+        "epoch": "e" * 32,
+        "reason": "",
+        "lag_s": 0.0025,
+        "worst_lag_s": 0.5,
+    }
     assert (one["breaker"], one["truth"]["available"]) == ("closed", False)
 
 
@@ -247,3 +256,14 @@ async def test_what_is_not_here_is_said_in_json() -> None:
         missing, wrong = await client.get("/nothing"), await client.get("/flush_cache")
     assert (missing.status_code, missing.json()["error"]["message"]) == (404, "GET /nothing is not served here")
     assert (wrong.status_code, wrong.json()["error"]["message"]) == (405, "GET /flush_cache is not served here")
+
+
+async def test_every_metric_is_documented() -> None:
+    """A counter is exposed with `_total` behind its name."""
+    page = (Path(__file__).parents[3] / "docs/api.md").read_text()
+    async with gateway(fake(ANN)) as client:
+        text = (await client.get("/metrics")).text
+    names = set(re.findall(r"^# TYPE (kvherd_\w+) \w+$", text, re.MULTILINE))
+    names = {name for name in names if not name.endswith("_created")}
+    assert len(names) > 10
+    assert {name for name in names if f"`{name}`" not in page} == set()

@@ -20,15 +20,18 @@ from kvherd.core.errors import (
     WorkerTimedOut,
     WorkerUnreachable,
 )
+from kvherd.core.fleet.roster import Member
 from kvherd.core.ids import EngineHash, Rank, RequestId, WorkerId
 from kvherd.core.kv.events import BlocksStored, KvEventBatch
 from kvherd.core.kv.hashing import PrefixHasher
 from kvherd.core.kv.index import Holder, PrefixIndex
+from kvherd.core.kv.watch import Watch
 from kvherd.core.routing.candidate import KvKnowledge
 from kvherd.core.routing.policy import make_policy
 from kvherd.ports.completions import Tokenizer, Usage
 from kvherd.ports.kv_feed import KvFeed
-from kvherd.ports.worker import WorkerFacts, WorkerKind
+from kvherd.ports.worker import WorkerFacts, WorkerKind, WorkerLoad
+from kvherd.services.gateway.audit import Audit
 from kvherd.services.gateway.chat import DataPath, PathConfig
 from kvherd.services.gateway.credit import Credit
 from kvherd.services.gateway.fleet import Fleet, WorkerSpec
@@ -60,6 +63,24 @@ class NoFollowing:
 
 
 @dataclass
+class FakeEntries:
+    """What is watched, and what was rebuilt why."""
+
+    watches: list[Watch] = field(default_factory=list)
+    rebuilt: dict[WorkerId, str] = field(default_factory=dict)
+
+    def watch(self, worker: WorkerId) -> Watch:
+        self.watches.append(Watch(1_000.0))
+        return self.watches[-1]
+
+    def unwatch(self, worker: WorkerId, watch: Watch) -> None:
+        self.watches.remove(watch)
+
+    def rebuild(self, worker: WorkerId, reason: str) -> None:
+        self.rebuilt[worker] = reason
+
+
+@dataclass
 class Herd:
     """A data path over fake workers."""
 
@@ -68,6 +89,7 @@ class Herd:
     index: PrefixIndex
     workers: dict[WorkerId, FakeWorker]
     quarantined: set[WorkerId]
+    entries: FakeEntries
 
     async def ask(self, prompt: str = "hello world", **more: object) -> FakeResponder:
         return await self.send({"model": "m", "prompt": prompt, **more})
@@ -80,6 +102,11 @@ class Herd:
         request = DataRequest("POST", path, "", list(headers), data, "127.0.0.1", RequestId("r"))
         await self.path(request, responder)
         return responder
+
+    def member(self, worker: WorkerId) -> Member:
+        member = self.fleet.roster.get(worker)
+        assert member is not None
+        return member
 
     def store(self, worker: WorkerId, text: str) -> None:
         """That worker says that it holds the blocks of this text."""
@@ -110,11 +137,13 @@ async def herd(*workers: FakeWorker, policy: str = "kv", config: PathConfig | No
         tokenizer_factory=tokenizer,
         following=NoFollowing(),
     )
+    metrics, entries = GatewayMetrics(), FakeEntries()
     path = DataPath(
         fleet=fleet,
         policy=make_policy(policy),
         credit=credit,
-        metrics=GatewayMetrics(),
+        metrics=metrics,
+        audit=Audit(entries, metrics, wall=lambda: 1_000.0),
         config=config,
         dice=lambda: 0.0,
     )
@@ -123,7 +152,7 @@ async def herd(*workers: FakeWorker, policy: str = "kv", config: PathConfig | No
             fleet.add(WorkerSpec(worker.id))
             index.enrol(worker.id, model="m")
         await asyncio.sleep(0.1)
-        yield Herd(path, fleet, index, known, quarantined)
+        yield Herd(path, fleet, index, known, quarantined, entries)
 
 
 def fake(worker: WorkerId, **acts: object) -> FakeWorker:
@@ -364,18 +393,84 @@ async def test_a_worker_that_has_not_shown_its_rate_is_thought_as_fast_as_its_pe
     assert first["costs_s"]["uncached"] == second["costs_s"]["uncached"] < 0.1
 
 
-@pytest.mark.parametrize(
-    ("kind", "answers"),
-    [(WorkerKind.KVHERD_HTTP, "decided"), (WorkerKind.VLLM_HTTP, "unreported")],
-)
-async def test_a_zero_is_believed_only_of_engines_that_always_tell(kind: WorkerKind, answers: str) -> None:
-    usage = Usage(prompt_tokens=11, cached_tokens=0, completion_tokens=2)
-    worker = FakeWorker(ANN, facts=WorkerFacts(kind, ("m",), block_size=4), usage=usage)
-    async with herd(worker) as it:
+async def test_an_answer_that_does_not_say_what_was_cached_decides_nothing() -> None:
+    silent, telling = Usage(11, None, 2), Usage(11, 0, 2)
+    async with herd(fake(ANN, usage=silent)) as it:
+        truth = it.member(ANN).truth
         await it.ask()
-        member = it.fleet.roster.get(ANN)
-        assert member is not None
-        assert getattr(member.truth, answers) == 1
+        assert (truth.unavailable, truth.decided, truth.tells) == (1, 0, False)
+        it.workers[ANN].usage = telling
+        await it.ask()
+        assert (truth.unavailable, truth.decided, truth.tells) == (1, 1, True)
+
+
+async def test_of_a_vllm_that_was_seen_to_tell_silence_is_a_zero() -> None:
+    worker = FakeWorker(ANN, facts=WorkerFacts(WorkerKind.VLLM_HTTP, ("m",), block_size=4), usage=Usage(11, 8, 2))
+    async with herd(worker) as it:
+        it.store(ANN, "hello wo")
+        await it.ask("hello world")
+        worker.usage = Usage(11, None, 2)
+        await it.ask("other world")
+        truth = it.member(ANN).truth
+        assert (truth.decided, truth.wrong, truth.unavailable) == (2, 0, 0)
+
+
+async def test_requests_that_overlap_decide_nothing_even_if_one_fits_within_the_other() -> None:
+    async with herd(fake(ANN, first_byte_s=9.0, usage=Usage(11, 0, 2))) as it, asyncio.TaskGroup() as group:
+        group.create_task(it.ask())
+        await asyncio.sleep(1.0)
+        it.workers[ANN].first_byte_s = 1.0
+        await it.ask()
+        await asyncio.sleep(8.0)
+        truth = it.member(ANN).truth
+        assert (truth.undecided_by, truth.decided) == ({"overlap": 2}, 0)
+    assert it.entries.watches == [], "whatever is watched is let go"
+
+
+async def test_an_engine_that_runs_what_we_did_not_send_decides_nothing() -> None:
+    async with herd(fake(ANN, usage=Usage(11, 0, 2), loaded=WorkerLoad(running=1, waiting=0))) as it:
+        await it.ask()
+        assert it.member(ANN).truth.undecided_by == {"overlap elsewhere": 1}
+
+
+@pytest.mark.parametrize(
+    ("more", "why"),
+    [
+        ({"n": 2}, "several"),
+        ({"prompt": ["hello world", "b"]}, "several"),
+        ({"prompt": "other length"}, "tokens differ"),
+    ],
+)
+async def test_answers_about_more_or_other_than_was_predicted_decide_nothing(more: dict[str, object], why: str) -> None:
+    async with herd(fake(ANN, usage=Usage(11, 0, 2))) as it:
+        await it.ask(**more)  # type: ignore[arg-type]
+        assert it.member(ANN).truth.undecided_by == {why: 1}
+
+
+async def test_a_quarantined_worker_decides_nothing() -> None:
+    async with herd(fake(ANN, usage=Usage(11, 8, 2))) as it:
+        it.quarantined.add(ANN)
+        await it.ask()
+        assert it.member(ANN).truth.undecided_by == {"quarantined": 1}
+
+
+async def test_the_third_wrong_answer_has_the_worker_rebuilt_and_says_why(caplog: pytest.LogCaptureFixture) -> None:
+    async with herd(fake(ANN, usage=Usage(11, 8, 2))) as it:
+        for _ in range(2):
+            await it.ask("hello world")
+        assert it.entries.rebuilt == {}
+        await it.ask("hello world")
+        assert "100.0%" in it.entries.rebuilt[ANN]
+        truth = it.member(ANN).truth
+        assert (truth.rebuilds, truth.error_rate, truth.wrong) == (1, 0.0, 3)
+        it.entries.rebuilt.clear()
+        for _ in range(3):
+            await it.ask("hello world")
+        assert it.entries.rebuilt == {}, "not again within a minute"
+        await asyncio.sleep(60.0)
+        await it.ask("hello world")
+        assert it.entries.rebuilt.keys() == {ANN}
+    assert any("is rebuilt from zero" in record.message for record in caplog.records)
 
 
 @pytest.mark.parametrize("policy", ["round_robin", "least_load", "power_of_two", "consistent_hash", "prefix_tree"])

@@ -3,6 +3,8 @@
 import asyncio
 from collections.abc import AsyncGenerator, Callable
 from contextlib import suppress
+from types import TracebackType
+from typing import Self
 
 import pytest
 
@@ -26,7 +28,7 @@ from kvherd.ports.kv_feed import FeedItem, Subscribed
 from kvherd.services.gateway.follow import Followers
 from kvherd.testing.kv_feeds import OpenFeed
 
-ANN, RANK = WorkerId("ann"), Rank(0)
+ANN, BOB, RANK = WorkerId("ann"), WorkerId("bob"), Rank(0)
 ANN0 = Holder(ANN, RANK)
 ONE, TWO = Epoch("1" * 32), Epoch("2" * 32)
 Step = FeedItem | KvStreamError | Exception
@@ -148,6 +150,86 @@ async def test_a_worker_that_is_back_from_the_dead_has_no_credit_for_what_it_hel
         await asyncio.sleep(0.01)
         knows(FollowState.LIVE, 7)(followers)
     assert feed.open == 0
+
+
+async def test_what_was_seen_to_be_wrong_is_told_again_from_zero_at_once() -> None:
+    feed = ScriptedFeed(
+        [Subscribed(ONE), snapshot(9, block(1)), batch(10, block(2))], [Subscribed(ONE), snapshot(11, block(2))]
+    )
+    index = PrefixIndex(PrefixHasher(b"k"))
+    async with Followers(index, dice=lambda: 0.0, wall=lambda: 1_000.0) as followers:
+        followers.add(ANN, feed, model="m")
+        await asyncio.sleep(1)
+        followers.rebuild(ANN, "3 of 3 were wrong")
+        knows(FollowState.SUBSCRIBING)(followers)
+        assert followers.view(ANN).reason == "3 of 3 were wrong"
+        await asyncio.sleep(0)
+        await asyncio.sleep(0.001)
+        knows(FollowState.LIVE, 2)(followers)
+        assert followers.view(ANN).reason == ""
+    assert feed.asked == [({}, None, 0.0), ({}, None, 1.0)]
+
+
+async def test_a_source_is_left_before_it_is_entered_again() -> None:
+    class OneAtATime(ScriptedFeed):
+        inside = entered = 0
+
+        async def __aenter__(self) -> Self:
+            assert self.inside == 0
+            await asyncio.sleep(0.1)
+            self.inside += 1
+            self.entered += 1
+            return self
+
+        async def __aexit__(
+            self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        ) -> None:
+            await asyncio.sleep(0.1)
+            self.inside -= 1
+
+    feed = OneAtATime([Subscribed(ONE), snapshot(9, block(1))])
+    async with Followers(PrefixIndex(PrefixHasher(b"k")), dice=lambda: 0.0, wall=lambda: 1_000.0) as followers:
+        followers.add(ANN, feed, model="m")
+        for pause_s in (0.05, 0.1, 1.0, 0.05, 1.0):  # while it is entered, just entered, live, left, and live again
+            await asyncio.sleep(pause_s)
+            followers.rebuild(ANN, "wrong")
+        await asyncio.sleep(1)
+        assert (followers.state(ANN), feed.inside) == (FollowState.LIVE, 1)
+        followers.returned(ANN)
+        entered = feed.entered
+        await asyncio.sleep(1)
+        assert (followers.state(ANN), feed.entered) == (FollowState.LIVE, entered), "a worker that is back is not left"
+
+
+async def test_the_lag_is_from_the_engine_s_stamp_to_here() -> None:
+    def check(followers: Followers) -> None:
+        view = followers.view(ANN)
+        assert (view.lag_s, view.worst_lag_s) == (0.25, 2.0)
+        assert followers.lag_s(ANN) == 0.25
+
+    stamped: list[Step] = [snapshot(9, block(1)), batch(10, block(2), at_s=998.0), batch(11, block(3), at_s=999.75)]
+    await follow(ScriptedFeed([Subscribed(ONE), *stamped]), check)
+    await follow(ScriptedFeed([Subscribed(ONE)]), lambda followers: followers.lag_s(ANN))
+
+
+async def test_what_happens_to_an_entry_is_told_to_whoever_watches_it() -> None:
+    cut: list[Step] = [StreamBroken("cut")]
+    feed = ScriptedFeed([Subscribed(ONE), snapshot(9, block(1))])
+    async with Followers(PrefixIndex(PrefixHasher(b"k")), dice=lambda: 0.0, wall=lambda: 1_000.0) as followers:
+        followers.add(ANN, feed, model="m")
+        await asyncio.sleep(1)
+        quiet = followers.watch(ANN)
+        followers.unwatch(ANN, quiet)
+        flushed = followers.watch(ANN)
+        followers.flushed(ANN)
+        followers.unwatch(ANN, flushed)
+        gone = followers.watch(ANN)
+        followers.remove(ANN)
+        followers.unwatch(ANN, gone)
+        assert (quiet.disturbed, flushed.disturbed, gone.disturbed) == ("", "cleared", "cleared")
+        followers.add(BOB, ScriptedFeed([Subscribed(ONE), snapshot(9, block(1)), *cut], cut), model="m")
+        await asyncio.sleep(1)
+        assert followers.watch(BOB).disturbed == "connection lost"
 
 
 async def test_a_resume_in_another_epoch_forgets_everything_first() -> None:

@@ -59,6 +59,8 @@ class Member:
     running: int = 0
     waiting: int = 0
     used_tokens: int = 0
+    foreign: int = 0
+    """Requests there that are not ours, as it said last."""
     in_flight: dict[RequestId, int] = field(default_factory=dict)
     requests_total: int = 0
     failures_total: int = 0
@@ -159,7 +161,8 @@ class Member:
 
     def restarted(self) -> None:
         """What was known of its load is of another life."""
-        self.running = self.waiting = self.used_tokens = 0
+        self.running = self.waiting = self.used_tokens = self.foreign = 0
+        self.truth.restarted()
 
 
 class Roster:

@@ -10,9 +10,8 @@ import asyncio
 import json
 import logging
 import random
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Protocol
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 from kvherd.core.errors import (
     CallerError,
@@ -34,13 +33,15 @@ from kvherd.core.routing.candidate import Ask
 from kvherd.core.routing.policy import Explanation, Policy
 from kvherd.ports.completions import Usage
 from kvherd.ports.worker import Call, Responder
+from kvherd.services.gateway.audit import Audit, reported_cached
 from kvherd.services.gateway.credit import Credit, Match
 from kvherd.services.gateway.fleet import Fleet
 from kvherd.services.gateway.metrics import GatewayMetrics
 from kvherd.services.gateway.prompts import EncodingCache, Prompt, read_prompt
+from kvherd.services.gateway.turn import Incoming, Turn
 from kvherd.services.gateway.witness import Witness
 from kvherd.wire.fleet_json import explanation_header
-from kvherd.wire.openai.routing import Peek, peek
+from kvherd.wire.openai.routing import peek
 
 access = logging.getLogger("kvherd.access")
 log = logging.getLogger(__name__)
@@ -51,55 +52,12 @@ STATEFUL_PATHS = frozenset({"/v1/responses"})
 """A second try could store a conversation twice."""
 
 
-class Incoming(Protocol):
-    """A complete request, as the relay hands it over; header names in lower case."""
-
-    @property
-    def method(self) -> str: ...
-    @property
-    def target(self) -> str: ...
-    @property
-    def path(self) -> str: ...
-    @property
-    def headers(self) -> Sequence[tuple[bytes, bytes]]: ...
-    @property
-    def body(self) -> bytes: ...
-    @property
-    def request(self) -> RequestId: ...
-
-
 @dataclass(frozen=True, slots=True)
 class PathConfig:
     """`tries` counts the first. `first_byte_s` is how long a worker may take to begin its answer."""
 
     tries: int = 3
     first_byte_s: float = 600.0
-
-
-@dataclass(slots=True)
-class Turn:
-    """One request on its way, and what became of it."""
-
-    incoming: Incoming
-    request: RequestId
-    asked: Peek
-    model: str
-    prompt: Prompt
-    witness: Witness
-    began_s: float
-    explain: bool
-    tried: dict[WorkerId, WorkerError] = field(default_factory=dict)
-    last_error: WorkerError | None = None
-    member: Member | None = None
-    predicted: int | None = None
-    sent_at_s: float = 0.0
-    uncached: int = 0
-    ahead_tokens: float = 0.0
-    headers: dict[str, str] = field(default_factory=dict)
-    first_token_at_s: float | None = None
-    usage: Usage | None = None
-    overlapped: bool = False
-    outcome: str = "unserved"
 
 
 class DataPath:
@@ -112,6 +70,7 @@ class DataPath:
         policy: Policy,
         credit: Credit,
         metrics: GatewayMetrics,
+        audit: Audit,
         config: PathConfig | None = None,
         dice: Callable[[], float] = random.random,
     ) -> None:
@@ -119,6 +78,7 @@ class DataPath:
         self._policy = policy
         self._credit = credit
         self._metrics = metrics
+        self._audit = audit
         self._config = config or PathConfig()
         self._dice = dice
         self._encodings = EncodingCache()
@@ -192,8 +152,7 @@ class DataPath:
     def _name(self, turn: Turn, member: Member, matches: Mapping[WorkerId, Match], explanation: Explanation) -> None:
         """Say in the answer's headers who serves it, and what is expected to be cached there."""
         turn.member = member
-        match = matches.get(member.worker, NO_MATCH)
-        turn.predicted = match.tokens if turn.prompt.token_ids is not None else None
+        turn.match = matches.get(member.worker, NO_MATCH)
         turn.headers = {"x-kvherd-worker": member.worker}
         if turn.predicted is not None:
             turn.headers["x-kvherd-predicted-cached-tokens"] = str(turn.predicted)
@@ -203,11 +162,13 @@ class DataPath:
     async def _forward(self, turn: Turn, member: Member) -> None:
         """One try at one worker. Raises its `WorkerError`; the worker's health learns from it."""
         turn.uncached = turn.prompt.tokens - (turn.predicted or 0)
-        turn.overlapped = bool(member.in_flight)
         turn.sent_at_s = self._now_s()
         turn.ahead_tokens = member.begin(
             turn.request, prompt_tokens=turn.prompt.tokens, uncached_tokens=turn.uncached, now_s=turn.sent_at_s
         )
+        if turn.predicted is not None:
+            alone = not turn.prompt.several and not turn.asked.branches
+            turn.trial = self._audit.begin(member, turn.match, prompt_tokens=turn.prompt.tokens, alone=alone)
         self._credit.sent(turn.request, turn.prompt, member)
         try:
             async with asyncio.timeout(self._config.first_byte_s) as patience:
@@ -226,7 +187,8 @@ class DataPath:
         else:
             self._fleet.request_succeeded(member)
         finally:
-            turn.overlapped = turn.overlapped or len(member.in_flight) > 1
+            if turn.trial is not None:
+                self._audit.end(member, turn.trial)
             self._fleet.request_ended(member, turn.request)
             self._credit.ended(turn.request)
 
@@ -327,9 +289,10 @@ class DataPath:
 
     def _learn(self, turn: Turn, member: Member) -> None:
         """Truth and prefill rate from one complete answer."""
-        cached = _told_cached(turn.usage, member)
+        cached = reported_cached(member, turn.usage)
+        if turn.trial is not None:
+            self._audit.answered(member, turn.trial, turn.usage, cached, now_s=self._now_s())
         if turn.predicted is not None:
-            member.truth.answered(predicted=turn.predicted, reported=cached, overlapped=turn.overlapped)
             self._metrics.cached(member.worker, turn.predicted, cached)
         # Over HTTP the first token of an answer that does not stream comes with the last.
         seen = turn.asked.streams or member.worker.startswith("grpc://")
@@ -342,13 +305,3 @@ class DataPath:
 
     def _now_s(self) -> float:
         return asyncio.get_running_loop().time()
-
-
-def _told_cached(usage: Usage | None, member: Member) -> int | None:
-    """The cached tokens that an answer reported. Stock servers say 0 where they were not told to report them, so a 0
-    counts only from engines that always tell and from servers that were seen to.
-    """
-    if usage is None:
-        return None
-    tells = member.kind.startswith("kvherd") or member.kind.endswith("grpc") or member.truth.reported_tokens > 0
-    return usage.cached_tokens if tells or usage.cached_tokens else None

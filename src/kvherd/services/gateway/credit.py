@@ -17,8 +17,11 @@ USUAL_BLOCK = 16
 
 @dataclass(frozen=True, slots=True)
 class Match:
+    """`exact` False: at least so many tokens are held there, and there may be more."""
+
     tokens: int = 0
     kv: KvKnowledge = KvKnowledge.UNTOLD
+    exact: bool = True
 
 
 class Credit:
@@ -60,10 +63,11 @@ class Credit:
         alike = (_namespace(member), member.block_size)  # these workers share the prompt's chain, and one look-up
         if alike not in found:
             found[alike] = self._index.match(chain)
-        held = self._coming.extend(member.worker, chain, _held(found[alike], member))
+        by_rank = _held(found[alike], member)
+        held = self._coming.extend(member.worker, chain, min(by_rank))
         # The last token is always computed: its logits are the answer's first.
         most = (prompt.tokens - 1) // member.block_size if member.block_size else 0
-        return Match(max(0, min(held, most)) * member.block_size, kv)
+        return Match(max(0, min(held, most)) * member.block_size, kv, exact=len(set(by_rank)) == 1)
 
     def _chain(self, prompt: Prompt, member: Member) -> Sequence[PrefixHash]:
         return prompt.chain(self._index.hasher, _namespace(member), member.block_size)
@@ -79,10 +83,10 @@ class Credit:
         return member.block_size or USUAL_BLOCK
 
 
-def _held(found: dict[Holder, int], member: Member) -> int:
-    """Leading blocks that every rank holds: which of them a worker uses is its own choice."""
+def _held(found: dict[Holder, int], member: Member) -> list[int]:
+    """Leading blocks that each rank holds. What all hold counts: which of them it uses is the worker's choice."""
     counts = [blocks for holder, blocks in found.items() if holder.worker == member.worker]
-    return min(counts) if len(counts) >= max(1, member.ranks) else 0
+    return counts + [0] * (max(1, member.ranks) - len(counts))
 
 
 def _namespace(member: Member) -> str:

@@ -308,12 +308,15 @@ class Fleet:
         _log_change(member, was_up=isinstance(before, Up))
 
     async def _ask_load(self, member: Member, worker: Worker) -> None:
+        outstanding, sent = len(member.in_flight), member.requests_total
         try:
             async with asyncio.timeout(self._config.probe_deadline_s):
                 load = await worker.load()
         except (TimeoutError, WorkerError):
             return  # many servers tell no load; what the gateway sent there is counted anyway
         member.running, member.waiting, member.used_tokens = load.running, load.waiting, load.used_tokens
+        # Of ours, those that were under way when it was asked or were sent since may be among them.
+        member.foreign = max(0, load.running + load.waiting - outstanding - (member.requests_total - sent))
         if load.capacity_tokens:
             member.capacity_tokens = load.capacity_tokens
 

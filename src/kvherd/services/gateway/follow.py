@@ -8,7 +8,7 @@ import asyncio
 import logging
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from types import TracebackType
@@ -16,9 +16,12 @@ from typing import NoReturn, Self
 
 from kvherd.core.errors import OperatorError
 from kvherd.core.ids import PrefixHash, WorkerId
+from kvherd.core.kv.events import KvEventBatch
 from kvherd.core.kv.index import Holder, PrefixIndex
+from kvherd.core.kv.lag import Lag
 from kvherd.core.kv.reactions import BackOff, FollowState, Pause, reaction_to
 from kvherd.core.kv.stream import KvStreamError, StreamBroken
+from kvherd.core.kv.watch import Watch
 from kvherd.core.routing.candidate import KvKnowledge
 from kvherd.ports.kv_feed import KvFeed, Subscribed
 from kvherd.services.gateway.follow_stream import Following, Gap
@@ -83,7 +86,7 @@ class Followers:
         self.remove(worker)
         self.index.enrol(worker, model=model)
         following = Following(worker, self.index, self._options.skew_s)
-        follower = _Follower(following, feed, self._options, self._dice, self._clock)
+        follower = _Follower(following, feed, self._options, dice=self._dice, clock=self._clock, wall=self._wall)
         self._followers[worker] = follower
         self._tasks[worker] = self._group.create_task(follower.run(), name=f"follow {worker}")
 
@@ -92,10 +95,14 @@ class Followers:
         was subscribed to anew, which is begun at once.
         """
         if worker in self._followers:
-            self._tasks.pop(worker).cancel()
-            follower = self._followers[worker]
-            follower.start_over()
-            self._tasks[worker] = self._group.create_task(follower.run(), name=f"follow {worker}")
+            self._followers[worker].start_over()
+
+    def rebuild(self, worker: WorkerId, reason: str) -> None:
+        """Forget all that is known of this worker and subscribe from zero, at once: what is known was seen to be wrong.
+        One that is not followed is ignored.
+        """
+        if worker in self._followers:
+            self._followers[worker].rebuild(reason)
 
     def remove(self, worker: WorkerId) -> None:
         """Forget the worker and all that it holds, at once; one that is not followed is ignored."""
@@ -135,12 +142,38 @@ class Followers:
         follower = self._followers.get(worker)
         if follower is None:
             return KvView("unfollowed")
-        blocks = self.index.worker_blocks(worker)
-        return KvView(follower.state.value, blocks, follower.following.epoch, follower.reason)
+        return KvView(
+            follower.state.value,
+            self.index.worker_blocks(worker),
+            follower.following.epoch,
+            follower.reason,
+            lag_s=follower.lag.last_s,
+            worst_lag_s=follower.lag.worst_s(self._clock()),
+        )
+
+    def lag_s(self, worker: WorkerId) -> float | None:
+        """From the engine's stamp of its last batch to the moment it was applied; None before the first."""
+        follower = self._followers.get(worker)
+        return None if follower is None else follower.lag.last_s
 
     def match(self, chain: Sequence[PrefixHash]) -> dict[Holder, int]:
         """As `PrefixIndex.match`, of workers with credit only."""
         return {holder: blocks for holder, blocks in self.index.match(chain).items() if self.credit(holder.worker)}
+
+    def watch(self, worker: WorkerId) -> Watch:
+        """Begin to watch what happens to this worker's entry, until `unwatch`."""
+        watch = Watch(self._wall())
+        follower = self._followers.get(worker)
+        if follower is not None:
+            follower.watches[id(watch)] = watch
+            if follower.broken:
+                watch.happened("connection lost")
+        return watch
+
+    def unwatch(self, worker: WorkerId, watch: Watch) -> None:
+        follower = self._followers.get(worker)
+        if follower is None or follower.watches.pop(id(watch), None) is None:
+            watch.happened("cleared")  # it was followed anew since
 
     def flushed(self, worker: WorkerId, *, ordered_s: float | None = None) -> None:
         """Say that this worker obeyed a flush: its entry is cleared at once, and older events that still come are kept
@@ -151,6 +184,7 @@ class Followers:
             now_s = self._clock()
             ordered_s = now_s if ordered_s is None else ordered_s
             follower.following.flushed(ordered_s=ordered_s, answered_s=self._wall())
+            follower.happened("cleared")
 
 
 class _Follower:
@@ -161,19 +195,27 @@ class _Follower:
         following: Following,
         feed: KvFeed,
         options: FollowOptions,
+        *,
         dice: Callable[[], float],
         clock: Callable[[], float],
+        wall: Callable[[], float],
     ) -> None:
         self.following = following
         self.reason = ""
+        self.lag = Lag()
+        self.watches: dict[int, Watch] = {}
         self._feed = feed
         self._options = options
         self._dice = dice
         self._clock = clock
+        self._wall = wall
         self._back_off = BackOff(options.first_pause_s, options.most_pause_s)
         self._state = FollowState.SUBSCRIBING
         self._broken_s: float | None = None
         self._progress = False
+        self._rebuilding = False
+        self._interrupted = False
+        self._busy: asyncio.Task[None] | None = None
 
     @property
     def state(self) -> FollowState:
@@ -182,23 +224,61 @@ class _Follower:
             return FollowState.QUARANTINED
         return self._state
 
+    @property
+    def broken(self) -> bool:
+        """The connection is gone, whether or not what is known is still believed."""
+        return self._broken_s is not None
+
+    def happened(self, what: str) -> None:
+        for watch in self.watches.values():
+            watch.happened(what)
+
     def start_over(self) -> None:
         """What is known may be another process's: no credit until a subscription tells. Cursors are kept for it."""
         self._state, self._broken_s = FollowState.SUBSCRIBING, None
+        self.happened("connection lost")
         self._back_off.succeeded()
+        self._interrupt()
+
+    def rebuild(self, reason: str) -> None:
+        """What is known is wrong, and what the source remembers may be: the source is left and entered again."""
+        self._forget(FollowState.SUBSCRIBING, reason)
+        self._back_off.succeeded()
+        self._rebuilding = True
+        self._interrupt()
 
     async def run(self) -> None:
         while True:
             try:
                 async with self._feed:
-                    await self._subscribe_again_and_again()
+                    self._rebuilding = False
+                    while not self._rebuilding:
+                        await self._interruptible(self._subscribe_again_and_again())
+                continue
             except OperatorError as error:
                 log.warning("KV events of %s: %s", self.following.worker, error)
                 self._forget(FollowState.QUARANTINED, str(error))
             except Exception:  # a defect in one worker's stream must not end the gateway: that worker gets no credit
                 log.exception("following %s failed unforeseen", self.following.worker)
                 self._forget(FollowState.QUARANTINED, "an unforeseen error; the gateway's log has it")
-            await asyncio.sleep(self._options.long_pause_s)
+            await self._interruptible(asyncio.sleep(self._options.long_pause_s))
+
+    async def _interruptible(self, act: Coroutine[None, None, None]) -> None:
+        """Do it until `_interrupt`. Entering and leaving a source is never interrupted: each must be whole."""
+        self._interrupted = False
+        self._busy = asyncio.current_task()
+        try:
+            await act
+        except asyncio.CancelledError:
+            if not self._interrupted or self._busy is None or self._busy.uncancel() > 0:
+                raise
+        finally:
+            self._busy = None
+
+    def _interrupt(self) -> None:
+        if self._busy is not None and not self._interrupted:
+            self._interrupted = True
+            self._busy.cancel()
 
     async def _subscribe_again_and_again(self) -> NoReturn:
         while True:
@@ -224,10 +304,20 @@ class _Follower:
             async for item in items:
                 if isinstance(item, Subscribed):
                     raise TypeError("a feed yields Subscribed once")
-                following.take(item, now_s=self._clock())
+                now_s = self._clock()
+                following.take(item, now_s=now_s)
+                if isinstance(item, KvEventBatch):
+                    self._timed(item, now_s)
                 self._progress = self._progress or following.told != before
                 self._settle()
         raise StreamBroken("the stream ended")
+
+    def _timed(self, batch: KvEventBatch, now_s: float) -> None:
+        self.lag.seen(self._wall() - batch.timestamp_s, now_s)
+        if self.watches:
+            least_s = self.lag.least_s(now_s) or 0.0
+            for watch in self.watches.values():
+                watch.saw(batch, least_lag_s=least_s)
 
     def _settle(self) -> None:
         """Live, unless a snapshot is under way."""
@@ -257,6 +347,7 @@ class _Follower:
     def _keep(self, error: KvStreamError) -> None:
         """What is known may still be true: resume from it. Credit stays for a while if nothing is known to be amiss."""
         self.reason = str(error)
+        self.happened("connection lost")
         if isinstance(error, Gap):
             self._state, self._broken_s = FollowState.REPLAYING, None
         elif self._state is FollowState.LIVE:
@@ -266,4 +357,5 @@ class _Follower:
 
     def _forget(self, state: FollowState, reason: str) -> None:
         self.following.forget()
+        self.happened("cleared")
         self._state, self._broken_s, self.reason = state, None, reason

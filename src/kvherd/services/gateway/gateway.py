@@ -13,6 +13,7 @@ from kvherd.core.kv.hashing import PrefixHasher
 from kvherd.core.kv.index import PrefixIndex
 from kvherd.core.routing.policy import Weights, make_policy
 from kvherd.services.gateway.admin import build_app
+from kvherd.services.gateway.audit import Audit
 from kvherd.services.gateway.chat import DataPath, PathConfig
 from kvherd.services.gateway.console import Console
 from kvherd.services.gateway.credit import Credit
@@ -115,7 +116,10 @@ class Gateway:
 
         console = Console(fleet=fleet, kv=followers.view, flushed=flushed, metrics=metrics, admin_key=config.admin_key)
         metrics.watch(fleet.roster, followers.view, asyncio.get_running_loop().time)
-        path = DataPath(fleet=fleet, policy=self._policy, credit=credit, metrics=metrics, config=config.path)
+        audit = Audit(followers, metrics)
+        path = DataPath(
+            fleet=fleet, policy=self._policy, credit=credit, metrics=metrics, audit=audit, config=config.path
+        )
         app = build_app(console, policy=config.policy)
         for spec in config.workers:
             fleet.add(spec)

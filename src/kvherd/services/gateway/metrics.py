@@ -8,6 +8,7 @@ from prometheus_client.registry import Collector
 
 from kvherd.core.fleet.fanout import FanoutReport
 from kvherd.core.fleet.roster import Member, Roster, WorkerState
+from kvherd.core.fleet.truth import Verdict
 from kvherd.core.ids import WorkerId
 from kvherd.wire.fleet_json import KvView
 
@@ -50,9 +51,12 @@ class GatewayMetrics:
             ["worker"],
             registry=self._registry,
         )
-        self._flushes = Counter(
-            "kvherd_gateway_flushes", "Outcomes of ordered flushes", ["worker", "outcome"], registry=self._registry
-        )
+        self._flushes = self._counter("flushes", "Outcomes of ordered flushes", "outcome")
+        self._verdicts = self._counter("predictions", "Predictions of cached tokens, by what answers said", "verdict")
+        self._rebuilds = self._counter("rebuilds", "Entries of the index rebuilt because predictions were wrong")
+
+    def _counter(self, name: str, text: str, *labels: str) -> Counter:
+        return Counter(f"kvherd_gateway_{name}", text, ["worker", *labels], registry=self._registry)
 
     def ended(self, worker: str, model: str, outcome: str, ttft_s: float | None) -> None:
         self._requests.labels(worker, model, outcome).inc()
@@ -66,6 +70,12 @@ class GatewayMetrics:
         self._predicted.labels(worker).inc(predicted)
         if reported is not None:
             self._reported.labels(worker).inc(reported)
+
+    def judged(self, worker: WorkerId, verdict: Verdict) -> None:
+        self._verdicts.labels(worker, verdict.value).inc()
+
+    def rebuilt(self, worker: WorkerId) -> None:
+        self._rebuilds.labels(worker).inc()
 
     def flushed(self, report: FanoutReport) -> None:
         for result in report.results:
@@ -124,10 +134,16 @@ class _FleetCollector(Collector):
                 "Its prefill rate as learned",
                 lambda one: one.rate.at(now_s),
             ),
+            ("kvherd_worker_kv_blocks", "Blocks it is credited with", lambda one: self._kv(one.worker).blocks),
             (
-                "kvherd_worker_kv_blocks",
-                "Blocks it is credited with",
-                lambda one: self._kv(one.worker).blocks,
+                "kvherd_worker_kv_lag_seconds",
+                "From the engine's stamp of its last KV event batch to when it was applied",
+                lambda one: self._kv(one.worker).lag_s or 0.0,
+            ),
+            (
+                "kvherd_worker_kv_worst_lag_seconds",
+                "The same, the worst of the last minute",
+                lambda one: self._kv(one.worker).worst_lag_s or 0.0,
             ),
             (
                 "kvherd_worker_prediction_error_ratio",

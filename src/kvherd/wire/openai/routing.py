@@ -12,12 +12,18 @@ class Peek(msgspec.Struct, frozen=True):
     model: str | None = None
     stream: bool | None = None
     n: int | None = None
+    best_of: int | None = None
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
     cache_salt: str | None = None
     user: str | None = None
     messages: msgspec.Raw = msgspec.Raw()
     prompt: msgspec.Raw = msgspec.Raw()
+
+    @property
+    def branches(self) -> bool:
+        """More than one answer to a prompt is asked for."""
+        return (self.n or 1) > 1 or (self.best_of or 1) > 1
 
     @property
     def streams(self) -> bool:

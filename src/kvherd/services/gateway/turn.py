@@ -1,0 +1,63 @@
+"""One request of the data path on its way, and what became of it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from kvherd.core.errors import WorkerError
+from kvherd.core.fleet.roster import Member
+from kvherd.core.ids import RequestId, WorkerId
+from kvherd.ports.completions import Usage
+from kvherd.services.gateway.audit import Trial
+from kvherd.services.gateway.credit import Match
+from kvherd.services.gateway.prompts import Prompt
+from kvherd.services.gateway.witness import Witness
+from kvherd.wire.openai.routing import Peek
+
+
+class Incoming(Protocol):
+    """A complete request, as the relay hands it over; header names in lower case."""
+
+    @property
+    def method(self) -> str: ...
+    @property
+    def target(self) -> str: ...
+    @property
+    def path(self) -> str: ...
+    @property
+    def headers(self) -> Sequence[tuple[bytes, bytes]]: ...
+    @property
+    def body(self) -> bytes: ...
+    @property
+    def request(self) -> RequestId: ...
+
+
+@dataclass(slots=True)
+class Turn:
+    """`match` and what follows it are of the last try."""
+
+    incoming: Incoming
+    request: RequestId
+    asked: Peek
+    model: str
+    prompt: Prompt
+    witness: Witness
+    began_s: float
+    explain: bool
+    tried: dict[WorkerId, WorkerError] = field(default_factory=dict)
+    last_error: WorkerError | None = None
+    member: Member | None = None
+    match: Match = field(default_factory=Match)
+    trial: Trial | None = None
+    sent_at_s: float = 0.0
+    uncached: int = 0
+    ahead_tokens: float = 0.0
+    headers: dict[str, str] = field(default_factory=dict)
+    first_token_at_s: float | None = None
+    usage: Usage | None = None
+    outcome: str = "unserved"
+
+    @property
+    def predicted(self) -> int | None:
+        """Prompt tokens expected to be cached; None if the prompt was not tokenized."""
+        return self.match.tokens if self.member is not None and self.prompt.token_ids is not None else None
