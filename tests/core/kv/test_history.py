@@ -1,17 +1,19 @@
 """What late subscribers are told."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kvherd.core.ids import EngineHash, Rank, WorkerId
-from kvherd.core.kv.events import BlocksRemoved, BlocksStored, CacheCleared, KvEvent, Tier
+from kvherd.core.kv.events import BlocksRemoved, BlocksStored, CacheCleared, ExtraKey, KvEvent, Tier
 from kvherd.core.kv.hashing import PrefixHasher, prefix_chain
 from kvherd.core.kv.history import Future, RankHistory, Resumed, TooOld, roll_base
 from kvherd.core.kv.index import Holder, PrefixIndex
 from kvherd.core.kv.live_state import LiveState
+from kvherd.core.kv.pieces import weight
 
 RANK, BASE = Rank(0), 5 * 2**32
 HOLDER = Holder(WorkerId("w"), RANK)
@@ -100,7 +102,7 @@ def test_nobody_resumes_in_the_middle_of_a_snapshot() -> None:
     for start in range(0, 40_000, 20_000):
         hashes = tuple(EngineHash(number) for number in range(start, start + 20_000))
         past.append(1.0, [BlocksStored(hashes, None, tuple(range(40_000)), 2)])
-    chunks = past.snapshot(2.0)
+    chunks = list(past.snapshot(2.0))
     numbers = [chunk.batch.sequence for chunk in chunks]
     assert len(numbers) > 3
     assert numbers == list(range(numbers[0], past.last + 1))
@@ -110,10 +112,63 @@ def test_nobody_resumes_in_the_middle_of_a_snapshot() -> None:
     assert held(every).blocks(HOLDER) == 40_000
 
 
+def retold(state: LiveState, limit: int = 1_000) -> list[BlocksStored]:
+    return [event for piece in state.retell(limit) for event in piece]
+
+
+def test_neighbours_of_one_chain_are_told_together_and_others_apart() -> None:
+    state = LiveState()
+    plain, salted = block(1), replace(block(11), salt="s")
+    keyed = replace(block(3, 2), extra_keys=((("image", 1),),))
+    state.apply(
+        [plain, salted, block(2, 1), replace(block(12, 11), salt="s"), keyed, block(4, 3), block(5, 4, Tier.HOST)]
+    )
+    told: dict[tuple[int, ...], BlocksStored] = {event.block_hashes: event for event in retold(state)}
+    assert set(told) == {(1, 2, 3, 4), (5,), (11, 12)}
+    keys: tuple[tuple[ExtraKey, ...], ...] = ((), (), (("image", 1),), ())
+    assert told[1, 2, 3, 4] == BlocksStored(
+        tuple(map(EngineHash, (1, 2, 3, 4))), None, (1, 1, 2, 1, 3, 1, 4, 1), 2, extra_keys=keys
+    )
+    assert (told[11, 12].salt, told[5,].tier, told[5,].parent_hash) == ("s", Tier.HOST, 4)
+
+
+def test_blocks_of_different_sizes_are_told_apart() -> None:
+    state = LiveState()
+    state.apply([block(1), BlocksStored((EngineHash(2),), EngineHash(1), (7, 8, 9), 3)])
+    assert sorted(event.block_size for event in retold(state)) == [2, 3]
+
+
+def test_a_hundred_thousand_pages_are_told_in_few_stores() -> None:
+    past = history(10**9)
+    for start in range(0, 100_000, 1_000):
+        pages = tuple(EngineHash(number) for number in range(start, start + 1_000))
+        past.append(1.0, [BlocksStored(pages, None, pages, 1)])
+    chunks = list(past.snapshot(2.0))
+    assert len(chunks) == 14
+    assert sum(len(chunk.batch.events) for chunk in chunks) < 130
+
+
+def test_a_snapshot_tells_of_its_moment_whatever_happens_while_it_is_read() -> None:
+    past = history(10**9)
+    for number in range(1, 20_000):
+        past.append(1.0, [block(number, number - 1 or None)])
+    past.append(1.0, [block(7, 6)])
+    before = past.state.retell(10**9)
+    reading = past.snapshot(2.0)
+    first = next(reading)
+    past.append(3.0, [BlocksRemoved((EngineHash(1), EngineHash(7))), block(0), CacheCleared(), block(1)])
+    rest = list(reading)
+    assert {chunk.count for chunk in (first, *rest)} == {1 + len(rest)}
+    assert rest[-1].batch.sequence == past.last - 1
+    told = [event for chunk in (first, *rest) for event in chunk.batch.events]
+    assert contents(told) == contents(*before)
+    assert len(contents(told)) == 19_999  # type: ignore[arg-type]
+
+
 def test_a_state_is_told_parents_first_even_if_they_were_stored_again_later() -> None:
     state = LiveState()
     state.apply([block(1), block(2, 1), block(3, 2), BlocksRemoved((EngineHash(1),)), block(1)])
-    assert [event.block_hashes[0] for event in state.events()] == [1, 2, 3]
+    assert [event.block_hashes for event in retold(state)] == [(1, 2, 3)]
     assert (len(state), state.copies) == (3, 3)
 
 
@@ -145,12 +200,15 @@ def consistent(history: list[KvEvent]) -> list[KvEvent]:
     return fixed
 
 
-@given(st.lists(events, max_size=40).map(consistent))
-def test_a_snapshot_says_the_same_as_the_events_it_stands_for(history: list[KvEvent]) -> None:
+@given(st.lists(events, max_size=40).map(consistent), st.sampled_from([1, 20, 35, 1_000]))
+def test_a_snapshot_says_the_same_as_the_events_it_stands_for(history: list[KvEvent], limit: int) -> None:
     state = LiveState()
     state.apply(history)
-    told: list[KvEvent] = [CacheCleared(), *state.events()]
+    told: list[KvEvent] = [CacheCleared(), *retold(state, limit)]
     assert contents(told) == contents(history)
+    pieces = list(state.retell(limit))
+    assert len(pieces) == state.retell(limit).count
+    assert max(sum(map(weight, piece)) for piece in pieces) <= max(limit, 10)
     assert reachable(told) == reachable(history)
     # Blocks whose parent was gone when the snapshot was taken are found again when it comes back.
     roots = [block(1), block(2)]

@@ -6,14 +6,15 @@ to them; here it falls outside, for clients that know of no epochs too. A cursor
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 from kvherd.core.ids import Rank
 from kvherd.core.kv.events import CacheCleared, KvEvent, KvEventBatch, SnapshotChunk
 from kvherd.core.kv.live_state import LiveState
-from kvherd.core.kv.pieces import pieces, weight
+from kvherd.core.kv.pieces import BLOCK_OVERHEAD_TOKENS, PIECE_TOKENS, pieces, weight
+from kvherd.core.kv.retelling import Retelling
 
 HISTORY_TOKENS: Final = 4_194_304
 """Default bound of the batches kept, by `pieces.weight`: about 175,000 blocks of 16 tokens."""
@@ -87,6 +88,10 @@ class RankHistory:
             return Future()
         return Resumed() if cursor >= self._floor else TooOld()
 
+    def keeps_after(self, cursor: int) -> bool:
+        """Whether every batch after `cursor` is still kept."""
+        return cursor >= self.last or cursor + 1 >= self._ring[0].sequence
+
     def after(self, cursor: int) -> KvEventBatch | None:
         """The batch after `cursor`, or None if that is the latest. Raises `LookupError` if it is no longer kept."""
         if cursor >= self.last:
@@ -96,25 +101,25 @@ class RankHistory:
             raise LookupError(cursor)
         return self._ring[offset]
 
-    def snapshot(self, timestamp_s: float) -> list[SnapshotChunk]:
-        """All that is held, as chunks whose numbers end at `last`: batches go on after them without a gap.
+    def snapshot(self, timestamp_s: float) -> Iterator[SnapshotChunk]:
+        """All that is held now, as chunks whose numbers end at `last`: batches go on after them without a gap.
 
-        A subscriber that is cut off between two chunks must not resume there, so from now on nobody can.
+        A chunk is made when it is asked for, and what happens meanwhile changes none. A subscriber that is cut off
+        between two chunks must not resume there, so from now on nobody can.
         """
-        events: list[KvEvent] = [CacheCleared(), *self.state.events()]
-        parts = list(pieces(events))
-        count = len(parts)
-        if count > 1:
+        told = self.state.retell(PIECE_TOKENS - BLOCK_OVERHEAD_TOKENS)
+        if told.count > 1:
             self._floor = self.last
-        return [
-            SnapshotChunk(
-                index=index,
-                count=count,
-                unknown_before=self.unknown_before,
-                batch=KvEventBatch(self.last - count + 1 + index, timestamp_s, self.rank, part),
-            )
-            for index, part in enumerate(parts)
-        ]
+        return _chunks(told, KvEventBatch(self.last, timestamp_s, self.rank, ()), self.unknown_before)
+
+
+def _chunks(told: Retelling, last: KvEventBatch, unknown_before: int) -> Iterator[SnapshotChunk]:
+    count = told.count
+    before: tuple[KvEvent, ...] = (CacheCleared(),)
+    for index, part in enumerate(told):
+        batch = replace(last, sequence=last.sequence - count + 1 + index, events=before + part)
+        yield SnapshotChunk(index, count, unknown_before, batch)
+        before = ()
 
 
 def _weight(events: Iterable[KvEvent]) -> int:

@@ -3,7 +3,7 @@
 import asyncio
 import copy
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from kvherd.core.ids import Epoch, Rank
@@ -74,10 +74,10 @@ class Subscription:
     def __init__(self, life: Life, places: dict[Rank, int]) -> None:
         self._life = life
         self._places = places
-        self._chunks: list[SnapshotChunk] = []
+        self._snapshots: list[Iterator[SnapshotChunk]] = []
         for rank, history in life.histories.items():
             if rank not in places:
-                self._chunks += history.snapshot(time.time())
+                self._snapshots.append(history.snapshot(time.time()))
                 places[rank] = history.last
 
     @property
@@ -85,10 +85,12 @@ class Subscription:
         return self._life.epoch
 
     async def __aiter__(self) -> AsyncIterator[KvEventBatch | SnapshotChunk]:
-        for chunk in self._chunks:
-            self._check()
-            yield chunk
-        self._chunks = []
+        while self._snapshots:
+            for chunk in self._snapshots[0]:
+                self._check()
+                yield chunk
+                await asyncio.sleep(0)  # a chunk takes some milliseconds to make, and there may be hundreds
+            del self._snapshots[0]
         while True:
             self._check()
             batch = self._next()
@@ -101,14 +103,14 @@ class Subscription:
         """A life that is over ends every stream at once: what was not sent yet is void too."""
         if self._life.end is not None:
             raise copy.copy(self._life.end)
+        for rank, history in self._life.histories.items():
+            if not history.keeps_after(self._places[rank]):
+                reason = f"events worth more than {history.limit_tokens} tokens waited to be read, the limit here"
+                raise SubscriberTooSlow(reason)
 
     def _next(self) -> KvEventBatch | None:
         for rank, history in self._life.histories.items():
-            try:
-                batch = history.after(self._places[rank])
-            except LookupError:
-                reason = f"events worth more than {history.limit_tokens} tokens waited to be read, the limit here"
-                raise SubscriberTooSlow(reason) from None
+            batch = history.after(self._places[rank])
             if batch is not None:
                 self._places[rank] = batch.sequence
                 return batch
