@@ -9,16 +9,22 @@ from dataclasses import dataclass, field
 from kvherd.core.engine.generation import FinishReason, GenerationRequest, Limits, Sampling, TokenDelta
 from kvherd.core.engine.reports import OrderAnswer
 from kvherd.core.ids import OrderId, Rank, RequestId
-from kvherd.core.kv.events import BlocksRemoved, BlocksStored, CacheCleared, KvEvent
+from kvherd.core.kv.events import BlocksRemoved, BlocksStored, CacheCleared, KvEvent, Tier
 from kvherd.core.scheduler.scheduler import Scheduler
-from kvherd.core.scheduler.steps import Choice, News, SchedulerLimits, StepPlan, StepRow
+from kvherd.core.scheduler.steps import Choice, Copy, News, SchedulerLimits, StepPlan, StepRow, WritePlan
 
 VOCABULARY = 50
 EOS = 7
 
 
 def limits(
-    *, pool_blocks: int = 16, block_size: int = 4, max_running: int = 8, chunk_tokens: int = 16, max_waiting: int = 99
+    *,
+    pool_blocks: int = 16,
+    block_size: int = 4,
+    max_running: int = 8,
+    chunk_tokens: int = 16,
+    max_waiting: int = 99,
+    host_blocks: int = 0,
 ) -> SchedulerLimits:
     return SchedulerLimits(
         pool_blocks=pool_blocks,
@@ -27,6 +33,7 @@ def limits(
         block_size=block_size,
         max_running=max_running,
         max_waiting=max_waiting,
+        host_blocks=host_blocks,
         chunk_tokens=chunk_tokens,
         eos_token_ids=(EOS,),
     )
@@ -55,12 +62,23 @@ class PagedToyModel:
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
         self._slots: dict[tuple[int, int], int] = {}
+        self._host: dict[tuple[int, int], int] = {}
         self.computed: dict[int, set[int]] = {}
         """Positions ever computed, by the identity of the request's prompt."""
 
     def run(self, plan: StepPlan) -> list[Choice]:
+        for copy in plan.loads:
+            for at in range(self._block_size):
+                self._slots[copy.block, at] = self._host[copy.slot, at]
         rows = [(row, self._write(row)) for row in plan.rows]
         return [self._choose(row, digest) for row, digest in rows if row.chooses]
+
+    def save(self, copies: tuple[Copy, ...], half: int) -> None:
+        """Copy one half of each block to the host: between the two, anything may happen to the pool."""
+        middle = self._block_size // 2
+        for copy in copies:
+            for at in range(middle) if half == 0 else range(middle, self._block_size):
+                self._host[copy.slot, at] = self._slots[copy.block, at]
 
     def _write(self, row: StepRow) -> int:
         digest = self._slots[self._slot(row, row.position - 1)] if row.position else 1
@@ -86,22 +104,28 @@ class Follower:
     """An index as somebody keeps it who has only the events: hash → (parent, tokens). Refuses what cannot be."""
 
     blocks: dict[int, tuple[int | None, tuple[int, ...]]] = field(default_factory=dict)
+    host: dict[int, tuple[int | None, tuple[int, ...]]] = field(default_factory=dict)
 
     def follow(self, events: tuple[KvEvent, ...]) -> None:
         for event in events:
             match event:
-                case BlocksStored(hashes, parent, tokens, size):
+                case BlocksStored(hashes, parent, tokens, size, tier):
+                    held = self._in(tier)
                     assert len(tokens) == len(hashes) * size
                     for at, name in enumerate(hashes):
-                        assert name not in self.blocks, "a block stored twice"
-                        assert parent is None or parent in self.blocks, "a block stored behind one that is not held"
-                        self.blocks[name] = (parent, tokens[at * size : (at + 1) * size])
+                        assert name not in held, "a block stored twice"
+                        assert parent is None or parent in held, "a block stored behind one that is not held"
+                        held[name] = (parent, tokens[at * size : (at + 1) * size])
                         parent = name
-                case BlocksRemoved(hashes):
+                case BlocksRemoved(hashes, tier):
                     for name in hashes:
-                        del self.blocks[name]
+                        del self._in(tier)[name]
                 case CacheCleared():
                     self.blocks.clear()
+                    self.host.clear()
+
+    def _in(self, tier: Tier) -> dict[int, tuple[int | None, tuple[int, ...]]]:
+        return self.blocks if tier is Tier.DEVICE else self.host
 
 
 class Stage:
@@ -114,6 +138,7 @@ class Stage:
         self.follower = Follower()
         self.now_s = 0.0
         self.plan: StepPlan | None = None
+        self.write: WritePlan | None = None
         self.said: dict[str, list[TokenDelta]] = {}
         self.answers: dict[str, list[tuple[float, OrderAnswer]]] = {}
         self.requests: dict[str, GenerationRequest] = {}
@@ -134,7 +159,7 @@ class Stage:
     def start_step(self) -> bool:
         self.plan = self.scheduler.plan_step()
         if self.plan is not None:
-            assert self.plan.rows
+            assert self.plan.rows or self.plan.loads
             assert len({row.serial for row in self.plan.rows}) == len(self.plan.rows)
             self._follow(self.plan.events)
         self.check()
@@ -145,6 +170,25 @@ class Stage:
         choices = self.model.run(self.plan)
         self.plan = None
         self._hear(self.scheduler.complete_step(choices, self.now_s))
+
+    def start_write(self) -> bool:
+        self.write = self.scheduler.plan_write()
+        if self.write is not None:
+            self._follow(self.write.events)
+            self.model.save(self.write.copies, 0)
+        self.check()
+        return self.write is not None
+
+    def finish_write(self) -> None:
+        assert self.write is not None
+        self.model.save(self.write.copies, 1)
+        self.write = None
+        self._hear(self.scheduler.complete_write(self.now_s))
+
+    def write_all(self) -> None:
+        """Copy everything that waits for it to the host tier."""
+        while self.write is not None or self.start_write():
+            self.finish_write()
 
     def step(self) -> bool:
         """One whole step; False if there was none to make."""
@@ -205,8 +249,10 @@ class Stage:
 
     def check(self) -> None:
         self.scheduler.validate()
-        held = {chain[-1]: chain[-2] if len(chain) > 1 else None for chain in self.scheduler.cached_chains()}
-        assert held == {name: parent for name, (parent, _) in self.follower.blocks.items()}
+        for tier, told in ((Tier.DEVICE, self.follower.blocks), (Tier.HOST, self.follower.host)):
+            chains = self.scheduler.cached_chains(tier)
+            held = {chain[-1]: chain[-2] if len(chain) > 1 else None for chain in chains}
+            assert held == {name: parent for name, (parent, _) in told.items()}
 
 
 def cold_answer(what: GenerationRequest, of: SchedulerLimits) -> list[int]:

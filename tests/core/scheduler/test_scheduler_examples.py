@@ -7,7 +7,7 @@ import pytest
 from kvherd.core.engine.generation import FinishReason, TokenLogprob
 from kvherd.core.errors import RequestDuplicate
 from kvherd.core.ids import OrderId
-from kvherd.core.kv.events import BlocksRemoved, BlocksStored, CacheCleared
+from kvherd.core.kv.events import BlocksRemoved, BlocksStored, CacheCleared, Tier
 from kvherd.core.scheduler.flushes import MAX_PENDING
 from kvherd.core.scheduler.steps import Choice
 from kvherd.testing.scheduler_stage import EOS, VOCABULARY, Stage, limits, request
@@ -497,3 +497,73 @@ def test_a_sampled_logprob_goes_with_its_token() -> None:
     news = stage.scheduler.complete_step([Choice(5, TokenLogprob(5, -0.5))], 0.0)
     [(_, delta)] = news.progress
     assert (delta.token_ids, delta.logprobs) == ((5,), (TokenLogprob(5, -0.5),))
+
+
+# --- the host tier ----------------------------------------------------------------------------------------
+
+
+def test_what_was_evicted_is_loaded_back_from_the_host() -> None:
+    stage = Stage(limits(pool_blocks=4, host_blocks=16))
+    stage.submit(request("first", EIGHT, 1))
+    stage.run_dry()
+    stage.write_all()
+    stage.submit(request("other", [9] * 15, 1))
+    stage.run_dry()
+    assert set(stage.follower.blocks).isdisjoint(stage.follower.host)
+    stage.submit(request("again", [*EIGHT, 1], 1))
+    stage.run_dry()
+    assert stage.cached("again") == 8
+    assert stage.scheduler.load(0.0).host_loaded_tokens_total == 8
+    assert [event.tier for event in stage.events if isinstance(event, BlocksStored)].count(Tier.HOST) == 2
+
+
+def test_a_block_that_is_evicted_while_it_is_written_has_no_copy() -> None:
+    stage = Stage(limits(pool_blocks=4, host_blocks=16))
+    stage.submit(request("first", EIGHT, 1))
+    stage.run_dry()
+    stage.start_write()
+    stage.submit(request("other", [9] * 15, 1))
+    stage.run_dry()
+    stage.finish_write()
+    assert not stage.follower.host
+    stage.write_all()
+    stage.submit(request("again", [*EIGHT, 1], 1))
+    stage.run_dry()
+    assert stage.cached("again") == 0
+
+
+def test_the_prefix_that_was_asked_for_longest_ago_leaves_the_host_first() -> None:
+    stage = Stage(limits(pool_blocks=20, host_blocks=4))
+    for name, prompt in (("a", EIGHT), ("b", [5] * 8)):
+        stage.submit(request(name, prompt, 1))
+        stage.run_dry()
+        stage.write_all()
+    stage.submit(request("a again", [*EIGHT, 1], 1))
+    stage.run_dry()
+    stage.submit(request("c", [6] * 8, 1))
+    stage.run_dry()
+    stage.write_all()
+    kept = {tokens for _, tokens in stage.follower.host.values()}
+    assert kept == {(1, 2, 3, 4), (5, 6, 7, 8), (6, 6, 6, 6)}
+
+
+def test_a_flush_waits_for_the_write_under_way_and_empties_the_host_too() -> None:
+    stage = Stage(limits(host_blocks=16))
+    stage.submit(request("first", EIGHT, 1))
+    stage.run_dry()
+    stage.start_write()
+    stage.flush("now")
+    assert [(each.kind, each.count) for each in stage.answer("now").blockers] == [("writing", 2)]
+    stage.flush("soon", 1.0)
+    stage.finish_write()
+    assert stage.answer("soon").done
+    assert not stage.follower.host
+    assert not stage.start_write()
+    assert stage.scheduler.load(0.0).host_used_tokens == 0
+
+
+def test_without_a_host_tier_nothing_is_written() -> None:
+    stage = Stage(limits())
+    stage.submit(request("first", EIGHT, 1))
+    stage.run_dry()
+    assert not stage.start_write()

@@ -22,9 +22,12 @@ class AnySchedule(RuleBasedStateMachine):
         pool_blocks=st.integers(4, 24),
         max_running=st.integers(1, 6),
         chunk_tokens=st.integers(4, 24),
+        host_blocks=st.sampled_from([0, 1, 3, 8, 40]),
     )
-    def set_the_stage(self, pool_blocks: int, max_running: int, chunk_tokens: int) -> None:
-        self.stage = Stage(limits(pool_blocks=pool_blocks, max_running=max_running, chunk_tokens=chunk_tokens))
+    def set_the_stage(self, pool_blocks: int, max_running: int, chunk_tokens: int, host_blocks: int) -> None:
+        self.stage = Stage(
+            limits(pool_blocks=pool_blocks, max_running=max_running, chunk_tokens=chunk_tokens, host_blocks=host_blocks)
+        )
         self.requests: dict[str, GenerationRequest] = {}
         self.due_s: dict[str, float] = {}
         self.aborted: set[str] = set()
@@ -61,6 +64,16 @@ class AnySchedule(RuleBasedStateMachine):
     def finish_step(self) -> None:
         self.stage.finish_step()
 
+    @precondition(lambda self: self.stage.write is None)
+    @rule()
+    def start_write(self) -> None:
+        self.stage.start_write()
+
+    @precondition(lambda self: self.stage.write is not None)
+    @rule()
+    def finish_write(self) -> None:
+        self.stage.finish_write()
+
     @precondition(lambda self: self.requests)
     @rule(data=st.data())
     def abort(self, data: st.DataObject) -> None:
@@ -95,6 +108,7 @@ class AnySchedule(RuleBasedStateMachine):
         self.stage.pass_time(10.0)
         self.every_flush_is_answered_once_and_in_time()
         self.stage.run_dry()
+        self.stage.write_all()
         for name, what in self.requests.items():
             self._check_answer(name, what)
         load = self.stage.scheduler.load(self.stage.now_s)

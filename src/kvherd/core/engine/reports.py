@@ -27,7 +27,8 @@ class RankFacts:
 class RankLoad:
     """A rank's load and totals at one moment. `*_total` count since the process began.
 
-    `used_tokens` counts pool slots that hold anything; `active_tokens` only those that running requests pin.
+    `used_tokens` counts pool slots that hold anything; `active_tokens` only those that running requests pin. `host_*`
+    are of the host tier; capacity 0 is none.
     """
 
     running: int
@@ -46,6 +47,9 @@ class RankLoad:
     aborts_total: int = 0
     flushes_total: int = 0
     steps_total: int = 0
+    host_used_tokens: int = 0
+    host_capacity_tokens: int = 0
+    host_loaded_tokens_total: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""The pool of blocks and what is cached in it, kept in step; every change of the cache becomes a KV event.
+"""The pool of blocks and what is cached in it and behind it, kept in step; every change becomes a KV event.
 
 A block is free, or private to one sequence, or a node of the prefix tree. There is one copy of a cached block: a
 sequence that computed a block which another cached meanwhile takes the other's and gives its own back, so a store
@@ -8,19 +8,23 @@ is never published twice.
 from collections.abc import Sequence
 
 from kvherd.core.ids import EngineHash
-from kvherd.core.kv.events import BlocksRemoved, BlocksStored, CacheCleared, KvEvent
+from kvherd.core.kv.events import BlocksRemoved, BlocksStored, CacheCleared, KvEvent, Tier
 from kvherd.core.scheduler.hashes import Namespace
+from kvherd.core.scheduler.host_tier import HostTier
 from kvherd.core.scheduler.prefix_tree import Node, PrefixTree
+from kvherd.core.scheduler.steps import Copy
 
 
 class KvMemory:
     """All methods are total: what cannot be had is an answer, not an error."""
 
-    def __init__(self, *, blocks: int, block_size: int) -> None:
+    def __init__(self, *, blocks: int, block_size: int, host_blocks: int = 0) -> None:
         self.block_size = block_size
         self.blocks = blocks
         self.tree = PrefixTree(block_size)
+        self.host = HostTier(host_blocks, self.tree)
         self.evicted_blocks = 0
+        self._loads: list[Copy] = []
         self._free = list(range(blocks - 1, -1, -1))
         self._events: list[KvEvent] = []
 
@@ -56,19 +60,50 @@ class KvMemory:
             if known is None:
                 node = self.tree.insert(node, tokens, index, block)
                 fresh.append(node)
-            else:
+            elif known.on_device:
                 self.tree.pin([known])
                 self.give_back([block])
                 node = known
+            else:
+                self.tree.bring(known, block)
+                node = known
+                fresh.append(node)
             added.append(node)
-        if fresh:
-            self._events.append(self._stored(fresh))
+        self._tell_stored(fresh, Tier.DEVICE)
+        self.host.cached(fresh)
         return added
 
+    def load(self, nodes: Sequence[Node], blocks: Sequence[int]) -> None:
+        """Bring nodes of host memory, one behind the other, into these private blocks, with the next step."""
+        for node, block in zip(nodes, blocks, strict=True):
+            self.tree.bring(node, block)
+            self._loads.append(self.host.load(node))
+        self._tell_stored(nodes, Tier.DEVICE)
+
+    def take_loads(self) -> tuple[Copy, ...]:
+        """What the step that is planned has to load; until `HostTier.loaded` the slots are kept."""
+        loads = tuple(self._loads)
+        self._loads.clear()
+        return loads
+
+    def start_writes(self) -> tuple[Copy, ...]:
+        """Blocks to write to host memory now; none if none wait. No write is under way."""
+        copies, dropped = self.host.start_writes()
+        hashes = tuple(node.hash for node in dropped if node.hash is not None)
+        if hashes:
+            self._events.append(BlocksRemoved(hashes, Tier.HOST))
+        return tuple(copies)
+
+    def written(self) -> None:
+        """That write is done."""
+        for node in self.host.written():
+            self._tell_stored([node], Tier.HOST)
+
     def clear(self) -> int:
-        """Free every cached block; answers how many. Only when no sequence runs."""
+        """Free every cached block, in every tier; answers how many. Only when nothing runs or is copied."""
         nodes = self.tree.clear()
-        self._free.extend(node.block for node in nodes)
+        self._free.extend(node.block for node in nodes if node.on_device)
+        self.host.clear()
         self._events.append(CacheCleared())
         return len(nodes)
 
@@ -79,28 +114,36 @@ class KvMemory:
         return events
 
     def _evict(self) -> EngineHash:
-        node = self.tree.evict()
-        assert node is not None, "unpinned nodes are counted but none can be evicted"
+        evicted = self.tree.evict()
+        assert evicted is not None, "unpinned nodes are counted but none can be evicted"
+        node, block = evicted
         assert node.hash is not None, "a root was evicted"
-        self._free.append(node.block)
+        self._free.append(block)
         self.evicted_blocks += 1
         return node.hash
 
-    def _stored(self, nodes: list[Node]) -> BlocksStored:
+    def _tell_stored(self, nodes: Sequence[Node], tier: Tier) -> None:
+        """One event for nodes of which each is the parent of the next; none for none."""
+        if not nodes:
+            return
         first = nodes[0]
-        return BlocksStored(
-            block_hashes=tuple(node.hash for node in nodes if node.hash is not None),
-            parent_hash=first.parent.hash if first.parent is not None else None,
-            token_ids=tuple(token for node in nodes for token in node.tokens),
-            block_size=self.block_size,
-            lora=first.namespace.lora,
-            salt=first.namespace.salt,
+        self._events.append(
+            BlocksStored(
+                block_hashes=tuple(node.hash for node in nodes if node.hash is not None),
+                parent_hash=first.parent.hash if first.parent is not None else None,
+                token_ids=tuple(token for node in nodes for token in node.tokens),
+                block_size=self.block_size,
+                tier=tier,
+                lora=first.namespace.lora,
+                salt=first.namespace.salt,
+            )
         )
 
     def validate(self, private: Sequence[int]) -> None:
         """Raise `AssertionError` unless each block is in exactly one place; `private` are those of sequences."""
         self.tree.validate()
-        cached = [node.block for node in self.tree.nodes()]
+        self.host.validate()
+        cached = [node.block for node in self.tree.nodes() if node.on_device]
         everywhere = sorted([*self._free, *private, *cached])
         assert everywhere == list(range(self.blocks)), (
             f"{len(self._free)} free, {len(private)} private and {len(cached)} cached of {self.blocks} blocks"

@@ -100,16 +100,21 @@ class StepPlanner:
 
     def _seat(self, sequence: Sequence, path: list[Node]) -> bool:
         """Reserve blocks for all of its context, leaving each running sequence one to grow into."""
-        needed = sequence.blocks_for(len(sequence.tokens)) - len(path)
-        takes_from_cache = sum(node.pins == 0 for node in path)
+        here = [node for node in path if node.on_device]
+        needed = sequence.blocks_for(len(sequence.tokens)) - len(here)
+        takes_from_cache = sum(node.pins == 0 for node in here)
         if needed + len(self.running) > self._memory.available - takes_from_cache:
             return False
-        self._memory.tree.pin(path)
+        self._memory.tree.pin(here)
         blocks = self._memory.allocate(needed)
         assert blocks is not None, "available blocks could not be allocated"
+        away = path[len(here) :]
+        self._memory.load(away, blocks[: len(away)])
+        self._memory.host.used(path)
         sequence.path = path
-        sequence.blocks = [*(node.block for node in path), *blocks]
+        sequence.blocks = [*(node.block for node in here), *blocks]
         sequence.computed = len(path) * self._limits.block_size
+        sequence.loaded_blocks += len(away)
         return True
 
     def _continue_prompt(self, sequence: Sequence, draft: _Draft) -> None:
@@ -125,15 +130,19 @@ class StepPlanner:
             draft.add(self._row(sequence, new_tokens))
 
     def _take_cached(self, sequence: Sequence) -> None:
-        """Skip blocks that others computed since it was admitted."""
+        """Skip blocks that others computed since it was admitted; one that is away again by now is loaded."""
         tree = self._memory.tree
         while len(sequence.path) < sequence.shareable_blocks:
             index = len(sequence.path)
             node = tree.child(self._tip(sequence, sequence.path), sequence.tokens, index)
             if node is None:
                 return
-            tree.pin([node])
-            self._memory.give_back([sequence.blocks[index]])
+            if node.on_device:
+                tree.pin([node])
+                self._memory.give_back([sequence.blocks[index]])
+            else:
+                self._memory.load([node], [sequence.blocks[index]])
+                sequence.loaded_blocks += 1
             sequence.path.append(node)
             sequence.blocks[index] = node.block
             sequence.computed += self._limits.block_size

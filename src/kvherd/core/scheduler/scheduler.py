@@ -7,8 +7,10 @@ Rules for whoever drives it:
    in between.
 3. Call `expire` when `next_deadline_s` has come. All times are of one clock, and never go back.
 
-Where later parts go: the host tier is a second owner of evicted blocks beside `KvMemory.allocate`, and its transfers
-are blockers of a flush in `_blockers`; data-parallel ranks are this class once a rank; a profile is taken from plans.
+4. `plan_write` gives blocks to copy to host memory, or None. Copy them beside whatever step runs, then call
+   `complete_write`. No other write is planned in between.
+
+Data-parallel ranks are this class once a rank.
 """
 
 import math
@@ -20,12 +22,13 @@ from kvherd.core.engine.generation import Finish, FinishReason, GenerationReques
 from kvherd.core.engine.reports import Blocker, OrderAnswer, RankLoad
 from kvherd.core.errors import RequestDuplicate
 from kvherd.core.ids import OrderId, Rank, RequestId
+from kvherd.core.kv.events import Tier
 from kvherd.core.scheduler.endings import ending, refusal
 from kvherd.core.scheduler.flushes import Flushes, PendingFlush
 from kvherd.core.scheduler.kv_memory import KvMemory
 from kvherd.core.scheduler.planner import StepPlanner
 from kvherd.core.scheduler.sequence import Sequence
-from kvherd.core.scheduler.steps import Choice, News, SchedulerLimits, StepPlan
+from kvherd.core.scheduler.steps import Choice, News, SchedulerLimits, StepPlan, WritePlan
 from kvherd.core.scheduler.totals import Totals
 from kvherd.core.scheduler.waiting import WaitingQueue
 
@@ -38,7 +41,7 @@ class Scheduler:
     def __init__(self, rank: Rank, limits: SchedulerLimits) -> None:
         self._rank = rank
         self._limits = limits
-        self._memory = KvMemory(blocks=limits.pool_blocks, block_size=limits.block_size)
+        self._memory = KvMemory(blocks=limits.pool_blocks, block_size=limits.block_size, host_blocks=limits.host_blocks)
         self._waiting = WaitingQueue()
         self._planner = StepPlanner(limits, self._memory, self._waiting)
         self._flushes = Flushes(rank)
@@ -118,10 +121,24 @@ class Scheduler:
         """Decide the next forward pass; None if nothing can run (its rows may be fewer than what runs)."""
         assert self._stepping is None, "a step is planned before the last one was completed"
         rows = self._planner.plan(admit_before=self._flushes.hold_from)
-        if not rows:
+        loads = self._memory.take_loads()
+        if not rows and not loads:
             return None
-        self._stepping = StepPlan(rows, self._memory.take_events())
+        self._stepping = StepPlan(rows, self._memory.take_events(), loads)
         return self._stepping
+
+    def plan_write(self) -> WritePlan | None:
+        """Decide which blocks to copy to host memory next; None if none wait, or a flush waits for the last write."""
+        if self._memory.host.writing or self._flushes:
+            return None
+        copies = self._memory.start_writes()
+        return WritePlan(copies, self._memory.take_events()) if copies else None
+
+    def complete_write(self, now_s: float) -> News:
+        """The planned write is done."""
+        expired = self._expire(now_s)  # with what was in its way then
+        self._memory.written()
+        return self._settle(now_s, expired=expired)
 
     def complete_step(self, choices: Listing[Choice], now_s: float) -> News:
         """The planned step is computed; `choices` has one for each of its rows that `chooses`, in order."""
@@ -129,6 +146,7 @@ class Scheduler:
         expired = self._expire(now_s)  # with what was in its way then, not after this step
         plan, self._stepping = self._stepping, None
         self._totals.steps += 1
+        self._totals.loaded_tokens += self._memory.host.loaded() * self._limits.block_size
         chosen = iter(choices)
         progress: list[Progress] = []
         for row in plan.rows:
@@ -165,11 +183,16 @@ class Scheduler:
             aborts_total=totals.aborts,
             flushes_total=totals.flushes,
             steps_total=totals.steps,
+            host_used_tokens=len(self._memory.host) * size,
+            host_capacity_tokens=self._limits.host_blocks * size,
+            host_loaded_tokens_total=totals.loaded_tokens,
         )
 
-    def cached_chains(self) -> Iterator[tuple[int, ...]]:
-        """The hashes of every cached block, each behind those of its prefix: what the events should have told."""
+    def cached_chains(self, tier: Tier = Tier.DEVICE) -> Iterator[tuple[int, ...]]:
+        """The hashes of every block in a tier, each behind those of its prefix: what the events should have told."""
         for node in self._memory.tree.nodes():
+            if not (node.on_device if tier is Tier.DEVICE else node.on_host):
+                continue
             chain: list[int] = []
             at = node
             while at.parent is not None and at.hash is not None:
@@ -227,7 +250,9 @@ class Scheduler:
         """What keeps the rank from being idle; requests that a flush holds back do not."""
         running = len(self._planner.running)
         queued = self._waiting.count_before(self._flushes.hold_from)
-        return tuple(Blocker(kind, n) for kind, n in (("running", running), ("queued", queued)) if n)
+        writing = self._memory.host.writing
+        counts = (("running", running), ("queued", queued), ("writing", writing))
+        return tuple(Blocker(kind, count) for kind, count in counts if count)
 
     def _expire(self, now_s: float) -> list[OrderAnswer]:
         return self._flushes.expire(now_s, self._blockers())
@@ -252,6 +277,11 @@ class Scheduler:
             for node in sequence.path:
                 pins[id(node)] = pins.get(id(node), 0) + 1
         assert all(node.pins == pins.get(id(node), 0) for node in self._memory.tree.nodes())
+        assert (
+            self._stepping is not None
+            or not any(node.host_pins for node in self._memory.tree.nodes())
+            or self._memory.host.writing
+        )
         assert all(not sequence.blocks and not sequence.path for sequence in waiting)
         assert [sequence.serial for sequence in waiting] == sorted(sequence.serial for sequence in waiting)
         living = {sequence.serial for sequence in [*waiting, *running] if not sequence.ended}

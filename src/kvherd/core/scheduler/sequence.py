@@ -25,6 +25,7 @@ class Sequence:
     blocks: list[int] = field(default_factory=list)
     computed: int = 0
     own_blocks: set[int] = field(default_factory=set)
+    loaded_blocks: int = 0
     cached_tokens: int | None = None
     uncached_tokens: int = 0
     ended: bool = False

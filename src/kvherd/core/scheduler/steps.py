@@ -11,12 +11,15 @@ from kvherd.core.kv.events import KvEvent
 
 @dataclass(frozen=True, slots=True)
 class SchedulerLimits:
-    """What one rank can hold and do. `chunk_tokens` is the budget of new tokens in one step."""
+    """What one rank can hold and do. `chunk_tokens` is the budget of new tokens in one step; `host_blocks` 0 is no host
+    tier.
+    """
 
     pool_blocks: int
     vocab_size: int
     max_context_tokens: int
     block_size: int = 16
+    host_blocks: int = 0
     max_running: int = 32
     max_waiting: int = 1024
     chunk_tokens: int = 512
@@ -45,10 +48,30 @@ class StepRow:
 
 
 @dataclass(frozen=True, slots=True)
+class Copy:
+    """One block between the pool and host memory: `block` of the one, `slot` of the other."""
+
+    block: int
+    slot: int
+
+
+@dataclass(frozen=True, slots=True)
 class StepPlan:
-    """One forward pass. `events` happened while it was planned (evictions): publish them first."""
+    """One forward pass. `events` happened while it was planned (evictions): publish them first.
+
+    `loads` are copied from host memory into the pool before the rows are computed, which may be none.
+    """
 
     rows: tuple[StepRow, ...]
+    events: tuple[KvEvent, ...] = ()
+    loads: tuple[Copy, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class WritePlan:
+    """Blocks to copy from the pool to host memory, in any order, beside whatever step runs."""
+
+    copies: tuple[Copy, ...]
     events: tuple[KvEvent, ...] = ()
 
 

@@ -15,6 +15,7 @@ class Totals:
     aborts: int = 0
     flushes: int = 0
     steps: int = 0
+    loaded_tokens: int = 0
     _recent: deque[tuple[float, int]] = field(default_factory=deque)
 
     def generated(self, tokens: int, now_s: float) -> None:
