@@ -11,6 +11,7 @@ from kvherd.adapters.model_files import locate
 from kvherd.adapters.tokenizer import load_tokenizer
 from kvherd.core.engine.generation import Sampling
 from kvherd.core.errors import OptionInvalid
+from kvherd.core.scheduler.steps import Copy
 from kvherd.core.text.calls import CallOptions, ChatCall
 from kvherd.runtime.batch import ForwardBatch, SamplingState, SequenceRows
 from kvherd.runtime.engine_model import EngineModel, cache_directory, load_engine_model
@@ -38,6 +39,25 @@ def test_the_tiny_model_is_the_same_every_time_and_takes_its_context_from_the_po
     assert one.facts.vocab_size == 259
     assert one.facts.max_context_tokens == 256
     assert load_engine_model("tiny", pool_blocks=1000).facts.max_context_tokens == 2048
+
+
+def test_blocks_that_went_to_the_host_and_back_to_other_places_give_the_same_answer() -> None:
+    model = load_engine_model("tiny", pool_blocks=16, host_blocks=4)
+    prompt = list(range(40, 75))
+    answer = generate(model, prompt, 8)
+    model.save([Copy(0, 3), Copy(1, 1)])
+    generate(model, [7] * 35, 8)  # over the blocks that were saved
+    model.load([Copy(9, 3), Copy(8, 1)])
+    table, tokens = [9, 8, 10, 11], list(prompt)
+    done = 32
+    while len(tokens) < len(prompt) + 8:
+        state = SamplingState(GREEDY, len(tokens))
+        (choice,) = model.step(ForwardBatch([SequenceRows(tokens[done:], done, table)]), [state])
+        done = len(tokens)
+        tokens.append(choice.token_id)
+        if choice.token_id in model.facts.eos_token_ids:
+            break
+    assert tokens[len(prompt) :] == answer
 
 
 def test_the_tiny_models_answers_depend_on_the_whole_prompt() -> None:

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 import pytest
 
 from kvherd.core.engine.generation import Sampling
-from kvherd.core.scheduler.steps import Choice, StepPlan, StepRow
+from kvherd.core.scheduler.steps import Choice, Copy, StepPlan, StepRow, WritePlan
 from kvherd.runtime.batch import Choice as ModelChoice
 from kvherd.runtime.batch import ForwardBatch, ModelFacts, SamplingState
-from kvherd.runtime.step_thread import StepThread
+from kvherd.runtime.step_thread import StepThread, WriteThread, run_step
 
 
 class OddModel:
@@ -22,6 +22,12 @@ class OddModel:
             raise ArithmeticError("13")
         assert len(states) == sum(rows.wants_logits for rows in batch.sequences)
         return [ModelChoice(state.position) for state in states]
+
+    def save(self, copies: Sequence[Copy]) -> None:
+        raise OSError(f"no room for {len(copies)}")
+
+    def load(self, copies: Sequence[Copy]) -> None:
+        self.loaded = list(copies)
 
 
 def _row(tokens: tuple[int, ...], *, position: int, chooses: bool) -> StepRow:
@@ -48,3 +54,19 @@ def test_only_rows_that_choose_get_a_choice() -> None:
 def test_what_the_model_raises_is_raised_where_the_result_is_taken() -> None:
     with pytest.raises(ArithmeticError, match="13"):
         _run(_row((13,), position=0, chooses=True))
+
+
+def test_a_step_that_only_loads_chooses_nothing() -> None:
+    model = OddModel()
+    assert run_step(model, StepPlan((), loads=(Copy(1, 2),))) == []
+    assert model.loaded == [Copy(1, 2)]
+
+
+def test_what_a_write_raises_is_raised_where_its_end_is_taken() -> None:
+    done = threading.Event()
+    writes = WriteThread(OddModel(), done.set)
+    writes.start(WritePlan((Copy(0, 0),)))
+    assert done.wait(5)
+    with pytest.raises(OSError, match="no room for 1"):
+        writes.result()
+    writes.stop(within_s=5)

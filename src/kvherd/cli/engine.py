@@ -48,6 +48,7 @@ class EngineOptions:
     ranks: int
     block_size: int
     kv_tokens: int
+    host_kv_tokens: int
     max_running: int
     max_context_tokens: int | None
     chunk_tokens: int
@@ -67,7 +68,10 @@ class EngineOptions:
             max_context_tokens=self.max_context_tokens,
             seed=self.seed,
         )
-        return [msgspec.structs.replace(config, block_size=self.block_size) for config in configs]
+        host_blocks = self.host_kv_tokens // self.block_size
+        return [
+            msgspec.structs.replace(config, block_size=self.block_size, host_blocks=host_blocks) for config in configs
+        ]
 
     def name(self, model: ModelFile) -> str:
         return self.served_model_name or model.name
@@ -114,6 +118,9 @@ def command(
     dp_size: Annotated[int, typer.Option(help="Data-parallel ranks; 1 is all there is today.")] = 1,
     block_size: Annotated[int, typer.Option(min=1, max=1024, help="Tokens in a block of the KV cache.")] = 16,
     kv_tokens: Annotated[int, typer.Option(min=64, help="Tokens that the KV cache holds.")] = 16_384,
+    host_kv_tokens: Annotated[
+        int, typer.Option(min=0, help="Tokens that the host tier behind it holds; 0 is no host tier.")
+    ] = 0,
     max_running: Annotated[int, typer.Option(min=1, help="Sequences that are computed together.")] = 32,
     max_context_tokens: Annotated[
         int | None, typer.Option(min=1, help="Longest prompt and answer together; the model's own if not given.")
@@ -148,6 +155,7 @@ def command(
         ranks=dp_size,
         block_size=block_size,
         kv_tokens=kv_tokens,
+        host_kv_tokens=host_kv_tokens,
         max_running=max_running,
         max_context_tokens=max_context_tokens,
         chunk_tokens=chunk_tokens,

@@ -9,10 +9,12 @@ from typing import Protocol
 import numpy as np
 
 from kvherd.core.errors import OptionInvalid
+from kvherd.core.scheduler.steps import Copy
 from kvherd.runtime.architecture import LlamaShape, shape_of
 from kvherd.runtime.batch import Choice, ForwardBatch, ModelFacts, SamplingState
 from kvherd.runtime.blas_threads import BlasThreads
 from kvherd.runtime.gguf_weights import read_head, read_weights, with_rope_divisors
+from kvherd.runtime.host_pool import HostPool
 from kvherd.runtime.kv_pool import KvPool
 from kvherd.runtime.sampler import sample
 from kvherd.runtime.tiny import TINY, random_weights
@@ -35,11 +37,26 @@ class EngineModel(Protocol):
         """
         ...
 
+    def save(self, copies: Sequence[Copy]) -> None:
+        """Copy blocks of the pool to host memory, while a step may run that writes into other blocks."""
+        ...
+
+    def load(self, copies: Sequence[Copy]) -> None:
+        """Copy blocks back into the pool, between two steps; a `save` of other slots may run beside it."""
+        ...
+
 
 def load_engine_model(
-    model: str | Path, *, pool_blocks: int, block_size: int = 16, max_context_tokens: int | None = None
+    model: str | Path,
+    *,
+    pool_blocks: int,
+    block_size: int = 16,
+    max_context_tokens: int | None = None,
+    host_blocks: int = 0,
 ) -> EngineModel:
-    """Load `tiny` or the GGUF at a path. Raises `ModelMissing`, `ModelUnsupported` and `OptionInvalid`.
+    """Load `tiny` or the GGUF at a path; `host_blocks` is how many blocks `save` has slots for.
+
+    Raises `ModelMissing`, `ModelUnsupported` and `OptionInvalid`.
 
     How many cores it computes on is OPENBLAS_NUM_THREADS at the time numpy is first imported.
     """
@@ -48,7 +65,7 @@ def load_engine_model(
     shape, weights = _tiny() if str(model) == "tiny" else _from_file(Path(model))
     if max_context_tokens is not None:
         shape = replace(shape, context_tokens=min(shape.context_tokens, max_context_tokens))
-    return _NumpyModel(shape, weights, KvPool(shape, blocks=pool_blocks, block_size=block_size))
+    return _NumpyModel(shape, weights, KvPool(shape, blocks=pool_blocks, block_size=block_size), host_blocks)
 
 
 def cache_directory() -> Path:
@@ -68,7 +85,9 @@ def _from_file(path: Path) -> tuple[LlamaShape, Weights]:
 
 
 class _NumpyModel:
-    def __init__(self, shape: LlamaShape, weights: Weights, pool: KvPool) -> None:
+    def __init__(self, shape: LlamaShape, weights: Weights, pool: KvPool, host_blocks: int) -> None:
+        self._host = HostPool(pool, slots=host_blocks)
+        self.save, self.load = self._host.save, self._host.load
         self._transformer = Transformer(shape, weights, pool, threads=BlasThreads())
         self._dice = np.random.default_rng()
         self.facts = ModelFacts(

@@ -25,7 +25,7 @@ from kvherd.runtime.engine_model import load_engine_model
 from kvherd.runtime.kv_publisher import KvPublisher
 from kvherd.runtime.rank_link import RankLink
 from kvherd.runtime.rank_loop import PARENT_GONE, RankLoop
-from kvherd.runtime.step_thread import StepThread
+from kvherd.runtime.step_thread import StepThread, WriteThread
 from kvherd.wire import scheduler_ipc as ipc
 from kvherd.wire.rank_config import RankConfig, decode_rank_config
 
@@ -88,6 +88,7 @@ def serve(config: RankConfig, context: zmq.Context[zmq.Socket[bytes]], link: Ran
             pool_blocks=config.pool_blocks,
             block_size=config.block_size,
             max_context_tokens=config.max_context_tokens,
+            host_blocks=config.host_blocks,
         )
         scheduler = Scheduler(rank, _limits(config, model.facts))
         wake_read, wake_write = os.pipe()
@@ -96,11 +97,13 @@ def serve(config: RankConfig, context: zmq.Context[zmq.Socket[bytes]], link: Ran
         signal.signal(signal.SIGTERM, lambda *_: loop.stop("SIGTERM"))
         signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
         steps = StepThread(model, lambda: _wake(wake_write))
+        writes = WriteThread(model, lambda: _wake(wake_write))
         link.send(ipc.Ready(_facts(config, model.facts, publisher)))
         try:
-            return loop.run(steps)
+            return loop.run(steps, writes)
         finally:
             steps.stop(within_s=STEP_ENDS_WITHIN_S)
+            writes.stop(within_s=STEP_ENDS_WITHIN_S)
     finally:
         publisher.close()
 
@@ -111,6 +114,7 @@ def _limits(config: RankConfig, facts: ModelFacts) -> SchedulerLimits:
         vocab_size=facts.vocab_size,
         max_context_tokens=facts.max_context_tokens,
         block_size=config.block_size,
+        host_blocks=config.host_blocks,
         max_running=config.max_running,
         max_waiting=config.max_waiting,
         chunk_tokens=config.chunk_tokens,

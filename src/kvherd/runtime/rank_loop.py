@@ -19,7 +19,7 @@ from kvherd.core.scheduler.scheduler import Progress, Scheduler
 from kvherd.core.scheduler.steps import News
 from kvherd.runtime.kv_publisher import KvPublisher
 from kvherd.runtime.rank_link import RankLink
-from kvherd.runtime.step_thread import StepThread
+from kvherd.runtime.step_thread import StepThread, WriteThread
 from kvherd.wire import scheduler_ipc as ipc
 
 log = logging.getLogger(__name__)
@@ -56,7 +56,7 @@ class RankLoop:
         """End `run` soon; safe in a signal handler."""
         self._stopping = self._stopping or reason
 
-    def run(self, steps: StepThread) -> str:
+    def run(self, steps: StepThread, writes: WriteThread) -> str:
         """Serve until told to stop; answers why. Raises what the model raises."""
         while self._stopping is None:
             events = dict(self._poller.poll(self._patience_ms()))
@@ -64,24 +64,28 @@ class RankLoop:
                 os.read(self._wake_fd, 4096)
             if self._stdin_fd in events and not os.read(self._stdin_fd, 4096):
                 self.stop(PARENT_GONE)
-            self._turn(steps)
+            self._turn(steps, writes)
         self._tell(self._scheduler.abort_all(self._stopping, time.monotonic()))
         self._say(time.monotonic())
         return self._stopping
 
-    def _turn(self, steps: StepThread) -> None:
+    def _turn(self, steps: StepThread, writes: WriteThread) -> None:
         for frame in self._link.receive():
             self._take(frame)
         self._publisher.serve_replays()
         now_s = time.monotonic()
         if steps.finished:
             self._tell(self._scheduler.complete_step(steps.result(), now_s))
+        if writes.finished:
+            writes.result()
+            self._tell(self._scheduler.complete_write(now_s))
         deadline_s = self._scheduler.next_deadline_s
         if deadline_s is not None and deadline_s <= now_s:
             self._tell(self._scheduler.expire(now_s))
         self._link.push()
         if not self._scheduler.stepping and not self._link.behind:
             self._start_step(steps)
+        self._start_write(writes)
         self._say(now_s)
 
     def _start_step(self, steps: StepThread) -> None:
@@ -89,6 +93,12 @@ class RankLoop:
         if plan is not None:
             self._publish(plan.events)
             steps.start(plan)
+
+    def _start_write(self, writes: WriteThread) -> None:
+        plan = self._scheduler.plan_write()
+        if plan is not None:
+            self._publish(plan.events)
+            writes.start(plan)
 
     def _take(self, frame: bytes) -> None:
         """Carry out one message. A bad one costs a line in the log and nothing else."""

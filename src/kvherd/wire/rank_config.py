@@ -29,6 +29,7 @@ class RankConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     port_option: str = "--port"
     block_size: Count = 16
     pool_blocks: Count = 1024
+    host_blocks: Annotated[int, msgspec.Meta(ge=0)] = 0
     max_context_tokens: Count | None = None
     max_running: Count = 32
     max_waiting: Count = 1024
