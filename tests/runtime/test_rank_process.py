@@ -5,9 +5,10 @@ import os
 import signal
 import socket
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from itertools import count
 
 import msgspec
 import pytest
@@ -15,7 +16,8 @@ import zmq
 import zmq.asyncio
 
 from kvherd.core.engine.generation import FinishReason
-from kvherd.core.kv.events import BlocksStored, CacheCleared
+from kvherd.core.engine.reports import RankLoad
+from kvherd.core.kv.events import BlocksStored, CacheCleared, Tier
 from kvherd.services.engine.rank_plan import ipc_directory, rank_configs
 from kvherd.services.engine.ranks import RankProcesses
 from kvherd.testing.rank_client import RankClient
@@ -43,10 +45,11 @@ class Rank:
 
 
 @asynccontextmanager
-async def tiny_rank(*, pool_blocks: int = 64) -> AsyncIterator[Rank]:
+async def tiny_rank(*, pool_blocks: int = 64, host_blocks: int = 0) -> AsyncIterator[Rank]:
     exits: asyncio.Queue[str] = asyncio.Queue()
     with ipc_directory() as directory:
         configs = rank_configs("tiny", ranks=1, port=0, ipc_dir=directory, pool_blocks=pool_blocks)
+        configs = [msgspec.structs.replace(config, host_blocks=host_blocks) for config in configs]
         async with (
             RankClient(directory) as client,
             RankProcesses(configs, on_exit=lambda _, reason: exits.put_nowait(reason)) as processes,
@@ -88,6 +91,28 @@ async def test_a_rank_answers_and_takes_a_repeated_prompt_from_its_cache() -> No
         assert (first[-1].cached_tokens, again[-1].cached_tokens) == (0, 96)
         load = await rank.client.load("state")
         assert (load.requests_total, load.generated_tokens_total, load.cached_tokens_total) == (2, 12, 96)
+
+
+async def test_a_prompt_that_was_evicted_comes_back_from_the_host_with_the_same_answer() -> None:
+    async with tiny_rank(pool_blocks=7, host_blocks=64) as rank:
+        facts = await rank.client.ready()
+        await rank.client.submit("first", PROMPT, 6)
+        first = await rank.client.end("first")
+        await _until_load(rank, lambda load: load.host_used_tokens == 96)
+        await rank.client.submit("other", [9] * 100, 6)
+        await rank.client.end("other")
+        await rank.client.submit("again", PROMPT, 6)
+        again = await rank.client.end("again")
+        assert [each.token_ids for each in again] == [each.token_ids for each in first]
+        assert again[-1].cached_tokens == 96
+        assert (await rank.client.load("loaded")).host_loaded_tokens_total == 96
+        await rank.client.flush("flush", 5.0)
+        assert (await rank.client.answer("flush")).done
+        assert (await rank.client.load("flushed")).host_used_tokens == 0
+        frames = await replay(facts.replay_endpoint, 0)
+        events = [event for frame in frames for event in decode_batch(frame[3]).events]
+        tiers = {event.tier for event in events if isinstance(event, BlocksStored)}
+        assert tiers == {Tier.DEVICE, Tier.HOST}
 
 
 async def test_orders_and_aborts_are_heard_while_a_request_runs() -> None:
@@ -245,3 +270,10 @@ def _cpu_s(pid: int) -> float:
     with open(f"/proc/{pid}/stat") as stat:  # noqa: PTH123
         fields = stat.read().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+async def _until_load(rank: Rank, holds: Callable[[RankLoad], bool]) -> None:
+    async with asyncio.timeout(10):
+        for number in count():
+            if holds(await rank.client.load(f"load-{number}")):
+                return
