@@ -1,4 +1,4 @@
-"""`kvherd workers` and `kvherd flush` against a gateway that says what the test wants."""
+"""`kvherd workers`, `flush` and `audit` against a gateway that says what the test wants."""
 
 import json
 import threading
@@ -117,6 +117,43 @@ def test_the_environment_names_the_gateway(gateway_that_says: Says, monkeypatch:
     assert run("workers") == 0
 
 
+AUDITED: dict[str, Any] = {
+    "url": "http://a",
+    "decided": 200,
+    "wrong": 1,
+    "undecided": 2,
+    "unavailable": 3,
+    "error_rate": 0.005,
+    "rebuilds": 0,
+    "last_wrong": {"predicted_tokens": 64, "reported_tokens": 32, "at_s": 0},
+    "differing_prompts": ["chat with tools"],
+    "advice": "",
+}
+SILENT: dict[str, Any] = {"url": "http://b", "advice": "start it with --enable-cache-report"}
+
+
+@pytest.mark.parametrize("fine", [True, False])
+def test_an_audit_is_a_table_and_its_exit_code_the_verdict(
+    fine: bool, gateway_that_says: Says, capsys: pytest.CaptureFixture[str]
+) -> None:
+    url = gateway_that_says(200, {"fine": fine, "workers": [AUDITED, SILENT]})
+    assert run("audit", "--gateway", url) == (0 if fine else 1)
+    assert asked == ["GET /audit"]
+    _, ann, bob = capsys.readouterr().out.splitlines()
+    assert ann.split()[:7] == ["http://a", "200", "1", "2", "3", "0.5%", "0"]
+    assert "64 predicted, 32 reported at " in ann
+    assert "chat with tools" in ann
+    assert bob.endswith("start it with --enable-cache-report")
+
+
+def test_an_audit_for_programs_is_the_gateway_s_own_json(
+    gateway_that_says: Says, capsys: pytest.CaptureFixture[str]
+) -> None:
+    answer = {"fine": True, "workers": [AUDITED]}
+    assert run("audit", "--json", "--gateway", gateway_that_says(200, answer)) == 0
+    assert json.loads(capsys.readouterr().out) == answer
+
+
 def flushed(*outcomes: str, success: bool) -> dict[str, Any]:
     workers = [
         {"url": f"http://w{n}", "kind": "kvherd-http", "outcome": outcome, "message": "so it was", "seconds": 0.25}
@@ -142,7 +179,7 @@ def test_a_flush_that_some_did_not_obey_ends_with_1(
     assert "http://w1  kvherd-http  timed_out     0.25  so it was" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("command", ["workers", "flush"])
+@pytest.mark.parametrize("command", ["workers", "flush", "audit"])
 def test_an_error_of_the_gateway_is_told_in_its_words(
     command: str, gateway_that_says: Says, capsys: pytest.CaptureFixture[str]
 ) -> None:

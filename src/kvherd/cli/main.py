@@ -15,7 +15,7 @@ import typer
 
 from kvherd.core.errors import GatewayUnreachable, KvherdError, OptionInvalid
 
-COMMANDS = ("up", "engine", "gateway", "bridge", "workers", "flush")
+COMMANDS = ("up", "engine", "gateway", "bridge", "workers", "flush", "audit")
 
 EXIT_FAILED = 1
 EXIT_USAGE = 2

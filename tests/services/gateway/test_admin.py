@@ -2,6 +2,7 @@
 
 import asyncio
 import re
+from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -10,6 +11,8 @@ import httpx
 import pytest
 
 from kvherd.core.errors import WorkerUnreachable
+from kvherd.core.fleet.roster import Member
+from kvherd.core.fleet.truth import Claim, Truth
 from kvherd.core.ids import Epoch, WorkerId
 from kvherd.ports.completions import Tokenizer
 from kvherd.ports.kv_feed import KvFeed
@@ -20,6 +23,7 @@ from kvherd.services.gateway.fleet import Fleet, WorkerSpec
 from kvherd.services.gateway.metrics import GatewayMetrics
 from kvherd.testing.tokenizer import ByteTokenizer
 from kvherd.testing.workers import HOURS, FakeWorker, cannot_flush, refusing_ranks
+from kvherd.wire.audit_json import Audited, audit_report
 from kvherd.wire.fleet_json import KvView
 
 ANN, BOB = WorkerId("grpc://ann:1"), WorkerId("http://bob:1")
@@ -38,9 +42,9 @@ class NoFollowing:
 
 
 @asynccontextmanager
-async def gateway(
+async def gateway_and_fleet(
     *workers: FakeWorker, admin_key: str | None = None, peer: str = "127.0.0.1"
-) -> AsyncIterator[httpx.AsyncClient]:
+) -> AsyncIterator[tuple[httpx.AsyncClient, Fleet]]:
     known = {worker.id: worker for worker in workers}
 
     async def tokenizer(_: str) -> Tokenizer:
@@ -59,6 +63,7 @@ async def gateway(
         flushed=lambda _, __: None,
         metrics=metrics,
         admin_key=admin_key,
+        differing=lambda worker: ["chat with tools"] if worker == ANN else [],
     )
     metrics.watch(fleet.roster, console.kv, asyncio.get_running_loop().time)
     transport = httpx.ASGITransport(build_app(console, policy="kv"), client=(peer, 1234))
@@ -66,6 +71,14 @@ async def gateway(
         for worker in workers:
             fleet.add(WorkerSpec(worker.id))
         await asyncio.sleep(0.1)
+        yield client, fleet
+
+
+@asynccontextmanager
+async def gateway(
+    *workers: FakeWorker, admin_key: str | None = None, peer: str = "127.0.0.1"
+) -> AsyncIterator[httpx.AsyncClient]:
+    async with gateway_and_fleet(*workers, admin_key=admin_key, peer=peer) as (client, _):
         yield client
 
 
@@ -256,6 +269,52 @@ async def test_what_is_not_here_is_said_in_json() -> None:
         missing, wrong = await client.get("/nothing"), await client.get("/flush_cache")
     assert (missing.status_code, missing.json()["error"]["message"]) == (404, "GET /nothing is not served here")
     assert (wrong.status_code, wrong.json()["error"]["message"]) == (405, "GET /flush_cache is not served here")
+
+
+def audited(kind: str = "vllm-http", kv: str = "live", **truth: object) -> tuple[bool, str]:
+    """Whether a worker is fine, and the advice on it."""
+    member = Member(ANN, kind=kind, truth=Truth(**truth))  # type: ignore[arg-type]
+    entry = audit_report([Audited(member, KvView(kv))])["workers"][0]
+    return entry["fine"], entry["advice"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "flag"), [("vllm-http", "--enable-prompt-tokens-details"), ("sglang-http", "--enable-cache-report")]
+)
+def test_an_engine_that_does_not_report_is_advised_the_flag_to_set(kind: str, flag: str) -> None:
+    fine, advice = audited(kind, unavailable=3, tells=False)
+    assert not fine
+    assert flag in advice
+
+
+def test_advice_says_what_keeps_a_worker_from_a_verdict() -> None:
+    assert "no KV events" in audited(kv="unfollowed")[1]
+    assert "include_usage" in audited(unavailable=3)[1]
+    assert "because of: overlap" in audited(undecided_by=Counter(overlap=3, cleared=1))[1]
+    assert audited() == (False, "no answer yet")
+
+
+async def test_an_audit_is_fine_when_of_every_worker_something_was_decided_and_little_was_wrong() -> None:
+    async with gateway_and_fleet(fake(ANN), fake(BOB)) as (client, fleet):
+        assert (await client.get("/audit")).json()["fine"] is False, "nothing was decided"
+        for member in fleet.roster:
+            member.truth.answered(Claim(16, 16), 16)
+        assert (await client.get("/audit")).json()["fine"] is True
+        for _ in range(3):
+            member.truth.answered(Claim(16, 16), 0, at_s=1_000.0)
+        report = (await client.get("/audit")).json()
+        assert report["fine"] is False
+        ann, bob = report["workers"]
+        assert (ann["fine"], bob["fine"], bob["decided"], bob["wrong"], bob["error_rate"]) == (True, False, 4, 3, 0.75)
+        assert bob["last_wrong"] == {"predicted_tokens": 16, "reported_tokens": 0, "at_s": 1_000.0}
+        assert ann["differing_prompts"] == ["chat with tools"]
+        member.truth.rebuilt(0.0)
+        assert (await client.get("/audit")).json()["fine"] is False, "nothing was decided since"
+
+
+async def test_an_empty_fleet_is_no_fine_one() -> None:
+    async with gateway() as client:
+        assert (await client.get("/audit")).json() == {"fine": False, "workers": []}
 
 
 async def test_every_metric_is_documented() -> None:

@@ -105,6 +105,11 @@ class Truth:
         return self.undecided_by.total()
 
     @property
+    def recent(self) -> int:
+        """How many decided answers the error rate is of."""
+        return len(self._window)
+
+    @property
     def error_rate(self) -> float:
         """0 while nothing is decided."""
         return sum(self._window) / len(self._window) if self._window else 0.0

@@ -31,6 +31,7 @@ def build_app(console: Console, *, policy: str) -> Starlette:
         Route("/workers/{name:path}", routes.show_worker, methods=["GET"]),
         Route("/workers/{name:path}", routes.remove_worker, methods=["DELETE"]),
         Route("/flush_cache", routes.flush, methods=["POST"]),
+        Route("/audit", routes.audit, methods=["GET"]),
     ]
     anybody = [
         Route("/v1/models", routes.models, methods=["GET"]),
@@ -92,6 +93,9 @@ class _Routes:
         report = await self._console.flush(_seconds(request, default=0.0) or 0.0)
         headers = {"retry-after": RETRY_AFTER_S} if report.http_status == 503 else None
         return JSONResponse(flush_report(report), status_code=report.http_status, headers=headers)
+
+    async def audit(self, _: Request) -> Response:
+        return JSONResponse(self._console.audit())
 
     async def models(self, _: Request) -> Response:
         roster = self._console.fleet.roster

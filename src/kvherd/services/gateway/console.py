@@ -3,7 +3,7 @@
 import asyncio
 import hmac
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from ipaddress import IPv6Address, ip_address
 
 from kvherd.core.errors import FieldInvalid, NotAllowed, WorkerUnknown
@@ -13,6 +13,7 @@ from kvherd.core.ids import WorkerId
 from kvherd.services.gateway.fleet import Fleet, WorkerSpec
 from kvherd.services.gateway.metrics import GatewayMetrics
 from kvherd.services.gateway.orders import Flushed, flush_fleet
+from kvherd.wire.audit_json import Audited, audit_report
 from kvherd.wire.fleet_json import Json, KvView, worker_entry
 
 LONGEST_FLUSH_S = 3600.0
@@ -29,12 +30,15 @@ class Console:
         flushed: Flushed,
         metrics: GatewayMetrics,
         admin_key: str | None = None,
+        differing: Callable[[WorkerId], Sequence[str]] = lambda _: (),
     ) -> None:
+        """`differing` names the classes of prompts that a worker tokenizes otherwise than the gateway does."""
         self.fleet = fleet
         self.metrics = metrics
         self.kv = kv
         self._flushed = flushed
         self._admin_key = admin_key
+        self._differing = differing
 
     def admit(self, *, host: str, authorization: str) -> None:
         """Raise `NotAllowed` unless the caller has the admin key, or none is set and the caller is on this machine."""
@@ -64,6 +68,11 @@ class Console:
 
     def entry(self, member: Member, now_s: float) -> Json:
         return worker_entry(member, self.kv(member.worker), now_s)
+
+    def audit(self) -> Json:
+        return audit_report(
+            Audited(member, self.kv(member.worker), self._differing(member.worker)) for member in self.fleet.roster
+        )
 
     def unready(self) -> list[str]:
         """What keeps the gateway from serving every model, in words; empty if it does."""
