@@ -90,7 +90,7 @@ def test_a_port_in_use_is_one_line_with_port_and_option(start: Start, offset: in
     [
         (("--model", "/nowhere.gguf"), 1, "no model at /nowhere.gguf: there is no such file"),
         (("--model", "Makefile"), 1, "Makefile"),
-        (("--dp-size", "2"), 2, "--dp-size: 2 ranks are not supported yet"),
+        (("--dp-size", "99"), 2, "--dp-size: there are ports for 20 ranks behind --port, not for 99"),
         (("--chunk-tokens", "4"), 2, "--chunk-tokens: 4 is less than a block"),
         (("--port", "65535"), 2, "--port: 65537 is no port"),
     ],

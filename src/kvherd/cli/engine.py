@@ -22,7 +22,7 @@ from kvherd.cli.lifetime import until_stopped
 from kvherd.cli.logs import LogLevel, start_logging
 from kvherd.cli.ports import require_free
 from kvherd.core.errors import EngineError, EngineStopping, OptionInvalid, SchedulerDied, StartFailed
-from kvherd.services.engine.rank_plan import ipc_directory, rank_configs
+from kvherd.services.engine.rank_plan import MOST_RANKS, ipc_directory, rank_configs
 from kvherd.services.engine.ranks import RankProcesses
 from kvherd.services.kv_relay.event_streams import EventStreams
 from kvherd.services.kv_relay.relay import KvRelay
@@ -115,7 +115,9 @@ def command(
         "127.0.0.1"
     ),
     served_model_name: Annotated[str | None, typer.Option(help="The model's name in requests.")] = None,
-    dp_size: Annotated[int, typer.Option(help="Data-parallel ranks; 1 is all there is today.")] = 1,
+    dp_size: Annotated[
+        int, typer.Option(min=1, help="Data-parallel ranks: a scheduler process and a KV cache each.")
+    ] = 1,
     block_size: Annotated[int, typer.Option(min=1, max=1024, help="Tokens in a block of the KV cache.")] = 16,
     kv_tokens: Annotated[int, typer.Option(min=64, help="Tokens that the KV cache holds.")] = 16_384,
     host_kv_tokens: Annotated[
@@ -127,7 +129,8 @@ def command(
     ] = None,
     chunk_tokens: Annotated[int, typer.Option(min=1, help="Prompt tokens that one step computes at most.")] = 512,
     threads: Annotated[
-        int | None, typer.Option(min=1, help="Threads of the matrix products.", show_default="all cores")
+        int | None,
+        typer.Option(min=1, help="Threads of each rank's matrix products.", show_default="all cores, shared out"),
     ] = None,
     seed: Annotated[int, typer.Option(help="For requests that bring no seed of their own.")] = 0,
     log_level: Annotated[LogLevel, typer.Option(help="Least level of the log, which goes to standard error.")] = (
@@ -143,8 +146,8 @@ def command(
     a process of its own; if it dies, requests in flight end with an error and the engine exits.
     """
     start_logging(log_level)
-    if dp_size != 1:
-        raise OptionInvalid("--dp-size", f"{dp_size} ranks are not supported yet; start {dp_size} engines instead")
+    if dp_size > MOST_RANKS:
+        raise OptionInvalid("--dp-size", f"there are ports for {MOST_RANKS} ranks behind --port, not for {dp_size}")
     if chunk_tokens < block_size:
         raise OptionInvalid("--chunk-tokens", f"{chunk_tokens} is less than a block; give it at least {block_size}")
     options = EngineOptions(
@@ -159,7 +162,7 @@ def command(
         max_running=max_running,
         max_context_tokens=max_context_tokens,
         chunk_tokens=chunk_tokens,
-        threads=threads or os.cpu_count() or 1,
+        threads=threads or max(1, (os.cpu_count() or 1) // dp_size),
         seed=seed,
     )
     require_free(host, (port, port + HTTP_OFFSET), option="--port")

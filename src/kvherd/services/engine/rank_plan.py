@@ -10,6 +10,8 @@ from kvherd.wire.rank_config import IPC_PATH_LIMIT, RankConfig
 
 EVENTS_OFFSET = 10
 REPLAY_OFFSET = 30
+MOST_RANKS = REPLAY_OFFSET - EVENTS_OFFSET
+"""More would publish where the first ones replay."""
 LONGEST_NAME = len("/rank999.in")
 
 
