@@ -48,15 +48,15 @@ class GrpcWorker:
 
     async def detect(self) -> WorkerFacts:
         """Also fetches what generations need, so that the first request does not wait for it."""
-        try:
-            self._dialect = SGLANG
-            facts, traits = await self._sglang_facts()
-        except WorkerUnsupported:
-            self._dialect = await find_dialect(self._channel, self._id)
-            return await self._foreign_facts()
-        tokenizer = await tokenizer_over(self._channel, self._id)
-        self._generations = GrpcGenerations(self._id, self._channel, tokenizer, traits)
+        facts, traits = await self._facts()
+        if traits is not None:
+            tokenizer = await tokenizer_over(self._channel, self._id)
+            self._generations = GrpcGenerations(self._id, self._channel, tokenizer, traits)
         return facts
+
+    async def identify(self) -> WorkerFacts:
+        """As `detect`, for those who generate nothing here."""
+        return (await self._facts())[0]
 
     async def forward(self, call: Call, responder: Responder) -> None:
         if self._generations is None and self._dialect is SGLANG:
@@ -117,6 +117,15 @@ class GrpcWorker:
     def _stub(self) -> Any:  # noqa: ANN401 - generated stubs have no types
         assert self._dialect.stub is not None
         return self._dialect.stub(self._channel)
+
+    async def _facts(self) -> tuple[WorkerFacts, ModelTraits | None]:
+        """`ModelTraits` only of an engine that we can generate with."""
+        try:
+            self._dialect = SGLANG
+            return await self._sglang_facts()
+        except WorkerUnsupported:
+            self._dialect = await find_dialect(self._channel, self._id)
+            return await self._foreign_facts(), None
 
     async def _sglang_facts(self) -> tuple[WorkerFacts, ModelTraits]:
         stub, messages = self._stub(), SGLANG.messages

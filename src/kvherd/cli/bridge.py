@@ -1,14 +1,20 @@
-"""`kvherd bridge`: lossless KV events over gRPC beside a stock engine."""
+"""`kvherd bridge`: lossless KV events over gRPC beside an engine, and the rest of its calls passed through."""
 
 import asyncio
 import logging
+from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 import typer
 import uvloop
 
+from kvherd.adapters.grpc_channel import open_channel
+from kvherd.adapters.grpc_url import grpc_address
+from kvherd.adapters.grpc_worker import GrpcWorker
+from kvherd.adapters.http_url import http_address
 from kvherd.adapters.http_worker import HttpWorker
 from kvherd.adapters.tokenizer import tokenizer_from_directory
 from kvherd.adapters.zmq_endpoints import rank_endpoints, require_apart
@@ -19,22 +25,52 @@ from kvherd.cli.ports import require_free
 from kvherd.core.errors import OptionInvalid
 from kvherd.core.ids import Rank, WorkerId
 from kvherd.core.kv.history import HISTORY_TOKENS
-from kvherd.services.bridge.bridge import Bridge, BridgeConfig
+from kvherd.ports.worker import WorkerFacts
+from kvherd.services.bridge.bridge import Bridge, BridgeConfig, Front
+from kvherd.services.bridge.http_front import HttpFront
+from kvherd.services.bridge.proxy import ProxyFront
 from kvherd.services.kv_relay.event_streams import EventStreams
 from kvherd.services.kv_relay.relay import KvRelay, RelayOptions
 
+HTTP_EVENTS = "tcp://127.0.0.1:5557"
+"""Where vLLM and SGLang publish when they are told nothing else."""
+_SERVER = "the bridge"
+
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class BridgePlan:
+    """What to run: `feeds` is empty where the engine tells its events itself."""
+
+    config: BridgeConfig
+    engine: str
+    feeds: dict[Rank, ZmqFrameFeed]
+    relay: RelayOptions
+    tokenizer_zip: bytes | None = None
+
+    @property
+    def speaks_grpc(self) -> bool:
+        return self.engine.startswith("grpc:")
 
 
 def command(
     *,
     engine: Annotated[
-        str, typer.Option(metavar="http://HOST:PORT", help="The engine: vLLM or SGLang, by its HTTP address.")
+        str,
+        typer.Option(
+            metavar="URL",
+            help="The engine: http://HOST:PORT of vLLM or SGLang, or grpc://HOST:PORT, whose every call is passed on.",
+        ),
     ] = "http://127.0.0.1:8000",
     events: Annotated[
-        str,
-        typer.Option(help="Where the engine's KV events are: ipc://PATH, or tcp://HOST:PORT (rank r is at PORT + r)."),
-    ] = "tcp://127.0.0.1:5557",
+        str | None,
+        typer.Option(
+            help="Where the engine's KV events are: ipc://PATH, or tcp://HOST:PORT (rank r is at PORT + r). Without it "
+            "an engine on gRPC tells them itself.",
+            show_default=f"{HTTP_EVENTS} of an engine on HTTP",
+        ),
+    ] = None,
     replay: Annotated[
         str | None,
         typer.Option(help="Where it replays them, likewise. Without it every lost batch starts everybody over."),
@@ -61,26 +97,35 @@ def command(
         bool, typer.Option("--supervised", help="Stop when standard input ends, as its starter is gone then.")
     ] = False,
 ) -> None:
-    """Make a stock engine's KV events lossless: run this beside vLLM or SGLang, then follow it from the gateway.
+    """Make an engine's KV events lossless: run this beside vLLM or SGLang, then follow it from the gateway.
 
     Fills gaps from the engine's replay socket, sees its restarts, and gives every subscriber a numbered stream that it
     can resume. Flush, health and load pass through to the engine. docs/kv-events.md tells how to switch events on.
 
         kvherd gateway --worker http://127.0.0.1:8000,events=grpc://127.0.0.1:50061
+
+    Before an engine on gRPC the bridge is the worker: every other call of its protocol is passed on as it is.
+
+        kvherd gateway --worker grpc://127.0.0.1:50061
     """
     start_logging(log_level)
     host, port = _listen_address(listen)
-    feeds = frame_feeds(events, replay, ranks=ranks, bind_events=bind_events)
-    worker = _engine(engine)
+    _require_engine(engine)
+    if engine.startswith("grpc:"):
+        _refuse_for_grpc(events, replay, tokenizer, bind_events=bind_events)
+    else:
+        events = events or HTTP_EVENTS
+    feeds = frame_feeds(events, replay, ranks=ranks, bind_events=bind_events) if events else {}
     require_free(host, [port], option="--listen")
-    artifact = tokenizer_from_directory(tokenizer).artifact_zip() if tokenizer else None
-    config = BridgeConfig(host=host, port=port, ranks=ranks, tokenizer_zip=artifact)
+    plan = BridgePlan(
+        config=BridgeConfig(host=host, port=port, ranks=ranks if feeds else None),
+        engine=engine,
+        feeds=feeds,
+        relay=RelayOptions(history_tokens=history_tokens),
+        tokenizer_zip=tokenizer_from_directory(tokenizer).artifact_zip() if tokenizer else None,
+    )
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(
-            until_stopped(
-                run_bridge(config, worker, feeds, RelayOptions(history_tokens=history_tokens)), supervised=supervised
-            )
-        )
+        runner.run(until_stopped(run_bridge(plan), supervised=supervised))
 
 
 def frame_feeds(events: str, replay: str | None, *, ranks: int, bind_events: bool) -> dict[Rank, ZmqFrameFeed]:
@@ -91,27 +136,54 @@ def frame_feeds(events: str, replay: str | None, *, ranks: int, bind_events: boo
     return {rank: ZmqFrameFeed(where, past.get(rank), bind_events=bind_events) for rank, where in live.items()}
 
 
-async def run_bridge(
-    config: BridgeConfig, engine: HttpWorker, feeds: dict[Rank, ZmqFrameFeed], options: RelayOptions
-) -> None:
+async def run_bridge(plan: BridgePlan) -> None:
     """Serve until cancelled; nothing is left open."""
     async with AsyncExitStack() as stack:
-        stack.push_async_callback(engine.close)
-        relay = await stack.enter_async_context(KvRelay(feeds, options=options))
-        bridge = Bridge(config, engine=engine, events=EventStreams(relay, server="the bridge"))
-        await stack.enter_async_context(bridge)
-        log.info("serving the KV events of %s at grpc://%s:%d", engine.id, config.host, config.port)
+        events = None
+        if plan.feeds:
+            relay = await stack.enter_async_context(KvRelay(plan.feeds, options=plan.relay))
+            events = EventStreams(relay, server=_SERVER)
+        front, identify = _front(plan, events, stack)
+        bridge = await stack.enter_async_context(Bridge(plan.config, front, identify=identify))
+        what = "the KV events and calls" if plan.speaks_grpc else "the KV events"
+        log.info("serving %s of %s at grpc://%s:%d", what, plan.engine, plan.config.host, plan.config.port)
         await bridge.announce_engine()
         await asyncio.Event().wait()
 
 
-def _engine(url: str) -> HttpWorker:
-    if url.startswith("grpc://"):
-        raise OptionInvalid("--engine", f"{url!r}: engines over gRPC are not bridged yet; name its HTTP address")
+def _front(
+    plan: BridgePlan, events: EventStreams | None, stack: AsyncExitStack
+) -> tuple[Front, Callable[[], Awaitable[WorkerFacts]]]:
+    """What is served for the engine, and the way to ask it what it is; its connections end with `stack`."""
+    name = WorkerId(plan.engine)
+    if plan.speaks_grpc:
+        engine, channel = GrpcWorker(name), open_channel(name)
+        stack.push_async_callback(engine.close)
+        stack.push_async_callback(channel.close)
+        return ProxyFront(name, channel, events=events, server=_SERVER), engine.identify
+    worker = HttpWorker(name, plan.engine)
+    stack.push_async_callback(worker.close)
+    assert events is not None, "an engine on HTTP has no events but those on its sockets"
+    return HttpFront(worker, events, tokenizer_zip=plan.tokenizer_zip), worker.detect
+
+
+def _require_engine(url: str) -> None:
+    if url.startswith("grpc:"):
+        grpc_address(url, option="--engine")
+        return
     try:
-        return HttpWorker(WorkerId(url), url)
+        http_address(url)
     except OptionInvalid as error:
         raise OptionInvalid("--engine", error.problem) from None
+
+
+def _refuse_for_grpc(events: str | None, replay: str | None, tokenizer: Path | None, *, bind_events: bool) -> None:
+    """What an engine on gRPC does by itself cannot be asked of the bridge."""
+    if tokenizer is not None:
+        raise OptionInvalid("--tokenizer", "an engine on gRPC hands out its own; leave this out")
+    if events is None and (replay is not None or bind_events):
+        option = "--replay" if replay is not None else "--bind-events"
+        raise OptionInvalid(option, "name the engine's --events too, or leave this out: it then tells them itself")
 
 
 def _listen_address(word: str) -> tuple[str, int]:

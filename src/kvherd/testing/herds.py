@@ -47,12 +47,28 @@ class EngineProcess:
         return f"{self.url},events={self.grpc_url}"
 
     @property
+    def events(self) -> tuple[str, ...]:
+        """As a bridge's options have it."""
+        zmq = (f"tcp://127.0.0.1:{self.port + offset}" for offset in (10, 30))
+        return ("--events", next(zmq), "--replay", next(zmq))
+
+    @property
     def ports(self) -> list[int]:
         return [self.port + offset for offset in ENGINE_OFFSETS]
 
     def kill_rank(self) -> None:
         """SIGKILL to the scheduler process."""
         self.process.kill_member("kvherd.runtime.process")
+
+
+@dataclass(frozen=True)
+class BridgeProcess:
+    process: KvherdProcess
+    port: int
+
+    @property
+    def url(self) -> str:
+        return f"grpc://127.0.0.1:{self.port}"
 
 
 @dataclass(frozen=True)
@@ -107,6 +123,15 @@ def begin_engine(start: Start, *options: str, port: int | None = None) -> Engine
     engine = EngineProcess(start(*words, *options), chosen)
     engine.process.wait_for(lambda: get(f"{engine.url}/health")[0] == 200, what="the engine answers")
     return engine
+
+
+def begin_bridge(start: Start, engine_url: str, *options: str, port: int | None = None) -> BridgeProcess:
+    """Start a bridge before the engine and wait until it listens; the engine need not be there."""
+    chosen = port or free_ports((0,))
+    words = ("bridge", "--engine", engine_url, "--listen", f"127.0.0.1:{chosen}")
+    bridge = BridgeProcess(start(*words, *options), chosen)
+    bridge.process.wait_for(lambda: "serving the KV events" in bridge.process.said, what="the bridge serves")
+    return bridge
 
 
 def begin_gateway(start: Start, *workers: str, port: int | None = None, up: int = 0) -> GatewayProcess:

@@ -31,6 +31,7 @@ from kvherd.ports.kv_feed import Subscribed
 from kvherd.ports.worker import RankOutcome
 from kvherd.services.bridge.bridge import Bridge, BridgeConfig
 from kvherd.services.bridge.engine_answers import ranks_json
+from kvherd.services.bridge.http_front import HttpFront
 from kvherd.services.kv_relay.event_streams import EventStreams
 from kvherd.services.kv_relay.relay import KvRelay, RelayOptions
 from kvherd.testing.patience import until
@@ -115,10 +116,11 @@ async def bridged(
         try:
             async with KvRelay(feeds, options=FAST) as relay:
                 streams = EventStreams(relay, server="the bridge")
-                config = BridgeConfig(port=port, ranks=ranks, retry_s=0.01, tokenizer_zip=tokenizer_zip)
+                config = BridgeConfig(port=port, ranks=ranks, retry_s=0.01)
+                front = HttpFront(worker, streams, tokenizer_zip=tokenizer_zip)
                 async with (
                     grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel,
-                    Bridge(config, engine=worker, events=streams) as bridge,
+                    Bridge(config, front, identify=worker.detect) as bridge,
                 ):
                     yield Stage(channel, port, engine, http, relay, streams, bridge)
         finally:

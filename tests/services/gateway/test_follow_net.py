@@ -19,8 +19,8 @@ from kvherd.core.kv.index import Holder, PrefixIndex
 from kvherd.core.kv.reactions import FollowState
 from kvherd.services.gateway.follow import Followers, FollowOptions
 from kvherd.services.kv_relay.event_streams import EventStreams
+from kvherd.services.kv_relay.grpc_edge import Context, rpc
 from kvherd.services.kv_relay.relay import KvRelay, RelayOptions
-from kvherd.services.servicer.grpc_edge import Context, rpc
 from kvherd.testing.publisher import FakePublisher, without
 
 pytestmark = pytest.mark.net

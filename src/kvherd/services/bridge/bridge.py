@@ -1,51 +1,66 @@
-"""The bridge: a gRPC server beside a stock engine, which has none of its own for KV events."""
+"""The bridge: a gRPC server beside one engine, whose KV events it makes complete, or says that they are not."""
 
 import asyncio
 import logging
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Self
+from typing import Protocol, Self
 
 import grpc
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection
-from smg_grpc_proto.generated import sglang_scheduler_pb2_grpc, vllm_engine_pb2_grpc
+import grpc.aio
 
 from kvherd.core.errors import PortInUse, WorkerError
-from kvherd.ports.kv_stream import KvEventDoor
-from kvherd.ports.worker import Worker
-from kvherd.services.bridge.engine_doors import ANSWER_S, SGLANG_SERVICE, VLLM_SERVICE, SglangDoor, VllmDoor
+from kvherd.ports.worker import WorkerFacts
+from kvherd.services.bridge.engine_doors import ANSWER_S
 
 log = logging.getLogger(__name__)
 
 _GRACE_S = 1.0
 _MESSAGE_LIMIT_BYTES = 64 * 2**20
-_SERVICES = (SGLANG_SERVICE.full_name, VLLM_SERVICE.full_name)
+
+
+class Front(Protocol):
+    """What is served for one engine."""
+
+    async def serve_on(self, server: grpc.aio.Server) -> None:
+        """Register every call; the server is not started yet."""
+        ...
+
+    async def close(self) -> None:
+        """End the calls that would never end by themselves."""
+        ...
+
+    def cut(self) -> None:
+        """End every call that is still open."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
 class BridgeConfig:
-    """`ranks` is how many the operator said the engine has; `retry_s`, how often an engine that is away is tried;
-    `tokenizer_zip`, what GetTokenizer hands out, if anything.
+    """`ranks` is how many the operator said the engine has, None if its events are not followed; `retry_s`, how often
+    an engine that is away is tried; `drain_s`, what calls get to end in when the bridge stops.
     """
 
     host: str = "127.0.0.1"
     port: int = 50061
-    ranks: int = 1
+    ranks: int | None = 1
     retry_s: float = 5.0
-    tokenizer_zip: bytes | None = None
+    drain_s: float = 5.0
 
 
 class Bridge:
-    """Use as an async context manager: inside, it serves. Leaving ends event streams as UNAVAILABLE, then the rest.
+    """Use as an async context manager: inside, it serves. Leaving takes no new call, ends event streams as UNAVAILABLE
+    and lets the others finish for a while.
 
-    The engine and the events are the caller's and outlive it. Entering raises `PortInUse` and leaves nothing behind.
+    The engine and its events are the caller's and outlive it. Entering raises `PortInUse` and leaves nothing behind.
+    `identify` asks the engine what it is; it may raise a `WorkerError`.
     """
 
-    def __init__(self, config: BridgeConfig, *, engine: Worker, events: KvEventDoor) -> None:
+    def __init__(self, config: BridgeConfig, front: Front, *, identify: Callable[[], Awaitable[WorkerFacts]]) -> None:
         self._config = config
-        self._engine = engine
-        self._events = events
+        self._front = front
+        self._identify = identify
 
     async def __aenter__(self) -> Self:
         self._server = grpc.aio.server(
@@ -58,31 +73,24 @@ class Bridge:
                 ("grpc.keepalive_permit_without_calls", 1),
             ]
         )
-        sglang_scheduler_pb2_grpc.add_SglangSchedulerServicer_to_server(
-            SglangDoor(self._engine, self._events, self._config.tokenizer_zip), self._server
-        )
-        vllm_engine_pb2_grpc.add_VllmEngineServicer_to_server(
-            VllmDoor(self._engine, self._events, self._config.tokenizer_zip), self._server
-        )
-        self._health = health.aio.HealthServicer()
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
-        reflection.enable_server_reflection((*_SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME), self._server)
+        await self._front.serve_on(self._server)
         try:
             self._server.add_insecure_port(_address(self._config.host, self._config.port))
         except RuntimeError:
             await self._server.stop(0)
             raise PortInUse(self._config.port, "--listen") from None
         await self._server.start()
-        for name in ("", *_SERVICES):
-            await self._health.set(name, health_pb2.HealthCheckResponse.SERVING)
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        await self._health.enter_graceful_shutdown()
-        self._events.close()
-        await self._server.stop(_GRACE_S)
+        await self._front.close()
+        cut = asyncio.get_running_loop().call_later(self._config.drain_s, self._front.cut)
+        try:
+            await self._server.stop(self._config.drain_s + _GRACE_S)
+        finally:
+            cut.cancel()
 
     async def announce_engine(self) -> None:
         """Return once the engine has said what it is, and the log has it. Events do not wait for that."""
@@ -90,7 +98,7 @@ class Bridge:
         while True:
             try:
                 async with asyncio.timeout(ANSWER_S):
-                    facts = await self._engine.detect()
+                    facts = await self._identify()
             except (WorkerError, TimeoutError) as error:
                 problem = str(error) or f"no answer within {ANSWER_S:g} s"
                 if problem != told:
@@ -100,7 +108,7 @@ class Bridge:
             else:
                 break
         log.info("the engine is %s %s, blocks of %d tokens", facts.kind, facts.version, facts.block_size)
-        if facts.ranks != self._config.ranks:
+        if self._config.ranks not in (None, facts.ranks):
             log.warning(
                 "the engine has %d ranks, and the KV events of %d are followed: start the bridge with --ranks %d",
                 facts.ranks,

@@ -2,12 +2,10 @@
 
 import asyncio
 import hashlib
-import logging
 import math
-from collections.abc import Awaitable, Callable
-from functools import wraps
+from collections.abc import Awaitable
 from types import ModuleType
-from typing import Any, ClassVar, TypeAlias, TypeVar, cast
+from typing import Any, ClassVar, TypeAlias, TypeVar
 
 import grpc
 from smg_grpc_proto.generated import (
@@ -19,22 +17,15 @@ from smg_grpc_proto.generated import (
 )
 
 from kvherd import __version__
-from kvherd.core.errors import FieldInvalid, KvherdError, Unsupported, WorkerError, WorkerTimedOut
+from kvherd.core.errors import FieldInvalid, Unsupported, WorkerError, WorkerTimedOut
 from kvherd.ports.kv_stream import KvEventDoor
 from kvherd.ports.worker import Worker
 from kvherd.services.bridge import engine_answers
-from kvherd.wire.status import public_message, status_of
-
-log = logging.getLogger(__name__)
-
-Context: TypeAlias = Any
-"""A `grpc.aio.ServicerContext`; grpc has no types."""
+from kvherd.services.kv_relay.grpc_edge import Context, Handler, rpc
 
 Message: TypeAlias = Any
 """A message of either protocol: generated, untyped."""
 
-Handler: TypeAlias = Callable[..., Awaitable[Any]]
-H = TypeVar("H", bound=Handler)
 T = TypeVar("T")
 
 RANKS_KEY = "kvherd-ranks"
@@ -42,27 +33,6 @@ ANSWER_S = 5.0
 """How long the engine may take to answer, beside what it may wait until it is idle."""
 LONGEST_FLUSH_S = 3600.0
 CHUNK_BYTES = 2**20
-
-
-def rpc(handler: H) -> H:
-    """Make a handler that raises into one that answers with a status."""
-
-    @wraps(handler)
-    async def guarded(door: object, request: object, context: Context) -> Any:  # noqa: ANN401
-        try:
-            return await handler(door, request, context)
-        except grpc.aio.AbortError:
-            raise
-        except Exception as error:  # noqa: BLE001 - the process boundary: the caller gets a status, whatever it was
-            await _refuse(context, error)
-
-    return cast(H, guarded)
-
-
-async def _refuse(context: Context, error: Exception) -> None:
-    if not isinstance(error, KvherdError):
-        log.error("an RPC failed unforeseen", exc_info=error)
-    await context.abort(grpc.StatusCode[status_of(error).grpc], public_message(error))
 
 
 class _Door:

@@ -1,16 +1,9 @@
 """The KV event streams that subscribers hold over gRPC, and their end."""
 
-import asyncio
-from typing import Any, TypeAlias
-
-import grpc
-
 from kvherd.core.kv.stream import ResumeOutOfRange, StreamRefused
 from kvherd.ports.kv_stream import KvStream
+from kvherd.services.kv_relay.grpc_edge import Context, OpenCalls
 from kvherd.wire.kv_pb import EPOCH_KEY, decode_subscribe, encode_item
-
-Context: TypeAlias = Any
-"""A `grpc.aio.ServicerContext`; grpc has no types."""
 
 
 class EventStreams:
@@ -23,12 +16,10 @@ class EventStreams:
 
     def __init__(self, events: KvStream, *, server: str = "the engine") -> None:
         self._events = events
-        self._server = server
-        self._readers: set[asyncio.Task[Any]] = set()
-        self._closing = False
+        self._open = OpenCalls(server)
 
     def __len__(self) -> int:
-        return len(self._readers)
+        return len(self._open)
 
     async def serve(self, start_sequence_number: int, context: Context) -> None:
         call = decode_subscribe(start_sequence_number, context.invocation_metadata() or ())
@@ -40,25 +31,10 @@ class EventStreams:
             epoch = refusal.epoch if isinstance(refusal, ResumeOutOfRange) else None
             context.set_trailing_metadata(((EPOCH_KEY, str(epoch or self._events.epoch)),))
             raise
-        reader = asyncio.current_task()
-        assert reader is not None, "an RPC runs in a task"
-        self._readers.add(reader)
-        try:
+        async with self._open.one(context):
             await context.send_initial_metadata(((EPOCH_KEY, str(subscription.epoch)),))
             async for item in subscription:
                 await context.write(encode_item(item))
-        except asyncio.CancelledError:
-            if not self._closing:
-                raise
-            reader.uncancel()
-            try:
-                await context.abort(grpc.StatusCode.UNAVAILABLE, f"{self._server} is stopping")
-            except grpc.aio.InternalError:  # the subscriber left at the same moment: there is nobody to tell
-                raise asyncio.CancelledError from None
-        finally:
-            self._readers.discard(reader)
 
     def close(self) -> None:
-        self._closing = True
-        for reader in self._readers:
-            reader.cancel()
+        self._open.close()

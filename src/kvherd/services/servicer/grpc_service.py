@@ -18,11 +18,11 @@ from kvherd.core.errors import FieldInvalid, OrderTimedOut, Unsupported
 from kvherd.core.ids import OrderId, RequestId
 from kvherd.ports.kv_stream import KvEventDoor
 from kvherd.ports.scheduler import Scheduler
+from kvherd.services.kv_relay.grpc_edge import Context, Handler, refuse, rpc
 from kvherd.services.servicer.answers import ChoiceAnswer
 from kvherd.services.servicer.config import ServicerConfig
 from kvherd.services.servicer.facts import EngineFacts
 from kvherd.services.servicer.generations import Generations
-from kvherd.services.servicer.grpc_edge import Context, Handler, refuse, rpc
 from kvherd.wire.sglang_pb import decode_generate, encode_load
 
 HOLD_KEY = "kvherd-hold"

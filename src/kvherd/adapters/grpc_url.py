@@ -1,0 +1,22 @@
+"""Which URLs name an engine on gRPC."""
+
+from kvherd.core.errors import OptionInvalid
+
+_SCHEME = "grpc://"
+
+
+def grpc_address(url: str, *, option: str) -> str:
+    """HOST:PORT of `grpc://HOST:PORT`. Raises `OptionInvalid`, naming `option`, for anything else."""
+    address = url.removeprefix(_SCHEME)
+    host, _, port = address.rpartition(":")
+    if not url.startswith(_SCHEME) or not _is_host(host) or not (port.isascii() and port.isdecimal()):
+        raise OptionInvalid(option, f"{url!r} must be grpc://HOST:PORT, as in grpc://127.0.0.1:51000")
+    if not 0 < int(port) < 65536:
+        raise OptionInvalid(option, f"{url!r}: {port} is no port; it must be 1 to 65535")
+    return address
+
+
+def _is_host(host: str) -> bool:
+    name = host.removeprefix("[").removesuffix("]")
+    bracketed = host.startswith("[") and host.endswith("]")
+    return bool(name) and name.isascii() and not set(name) & set("/?#@[] \t\n") and bracketed == (":" in name)

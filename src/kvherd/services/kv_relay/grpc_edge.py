@@ -1,0 +1,79 @@
+"""The edge of every gRPC server before an engine: errors become statuses, and open calls end with a sentence."""
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from functools import wraps
+from typing import Any, TypeAlias, TypeVar, cast
+
+import grpc
+
+from kvherd.core.errors import KvherdError
+from kvherd.wire.status import public_message, status_of
+
+log = logging.getLogger(__name__)
+
+Context: TypeAlias = Any
+"""A `grpc.aio.ServicerContext`; grpc has no types."""
+
+Handler: TypeAlias = Callable[..., Awaitable[Any]]
+H = TypeVar("H", bound=Handler)
+
+
+async def refuse(context: Context, error: Exception) -> None:
+    """End the call with the status of `error`; never returns. An unforeseen one is logged and leaves no detail."""
+    if not isinstance(error, KvherdError):
+        log.error("an RPC failed unforeseen", exc_info=error)
+    await context.abort(grpc.StatusCode[status_of(error).grpc], public_message(error))
+
+
+def rpc(handler: H) -> H:
+    """Make a handler that raises into one that answers with a status."""
+
+    @wraps(handler)
+    async def guarded(service: object, request: object, context: Context) -> Any:  # noqa: ANN401
+        try:
+            return await handler(service, request, context)
+        except grpc.aio.AbortError:
+            raise
+        except Exception as error:  # noqa: BLE001 - the process boundary: the caller gets a status, whatever it was
+            await refuse(context, error)
+
+    return cast(H, guarded)
+
+
+class OpenCalls:
+    """Calls that would outlast their server: `close` ends each with UNAVAILABLE, in words. `server` is what stops."""
+
+    def __init__(self, server: str) -> None:
+        self._server = server
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._closing = False
+
+    def __len__(self) -> int:
+        return len(self._tasks)
+
+    @asynccontextmanager
+    async def one(self, context: Context) -> AsyncGenerator[None, None]:
+        """The call that runs in this task is open while inside."""
+        task = asyncio.current_task()
+        assert task is not None, "an RPC runs in a task"
+        self._tasks.add(task)
+        try:
+            yield
+        except asyncio.CancelledError:
+            if not self._closing:
+                raise
+            task.uncancel()
+            try:
+                await context.abort(grpc.StatusCode.UNAVAILABLE, f"{self._server} is stopping")
+            except grpc.aio.InternalError:  # the caller left at the same moment: there is nobody to tell
+                raise asyncio.CancelledError from None
+        finally:
+            self._tasks.discard(task)
+
+    def close(self) -> None:
+        self._closing = True
+        for task in self._tasks:
+            task.cancel()
