@@ -174,7 +174,11 @@ def test_cursors_of_another_form_are_refused_by_name(value: str) -> None:
     ],
 )
 def test_every_end_of_a_stream_survives_its_status(error: Exception) -> None:
-    assert type(stream_error(status_of(error).grpc, str(error))) is type(error)
+    read = stream_error(status_of(error).grpc, str(error))
+    assert type(read) is type(error)
+    # no sentence is put around itself again; of a broken connection the status is told too
+    broken = str(StreamBroken(f"UNAVAILABLE: {error}"))
+    assert str(read) == (broken if isinstance(error, StreamBroken) else str(error))
 
 
 def test_statuses_of_no_meaning_here_are_broken_connections() -> None:

@@ -22,10 +22,14 @@ def stream_error(code: str, details: str, epoch: Epoch | None = None) -> stream.
     `epoch` is what the trailers told of the publisher's present life.
     """
     if code == TABLE[stream.ResumeOutOfRange].grpc:
-        return stream.ResumeOutOfRange(details, epoch)
-    if code == "UNAUTHENTICATED":
-        return stream.StreamForbidden(details)
-    error = _BY_CODE.get(code)
+        return stream.ResumeOutOfRange(_reason(stream.ResumeOutOfRange, details), epoch)
+    error = stream.StreamForbidden if code == "UNAUTHENTICATED" else _BY_CODE.get(code)
     if error in _WITH_REASON:
-        return error(details)
+        return error(_reason(error, details))
     return stream.StreamBroken(f"{code}: {details}")
+
+
+def _reason(error: type[stream.KvStreamError], details: str) -> str:
+    """Without the sentence that kvherd's own servers have put around it already."""
+    before, after = str(error("\0")).split("\0")
+    return details.removeprefix(before).removesuffix(after)

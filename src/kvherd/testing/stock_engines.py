@@ -1,0 +1,170 @@
+"""Stock vLLM and SGLang servers as processes on a CPU, with KV events: what `make test-vllm` and `test-sglang` install.
+
+Their cache holds about 2,000 tokens, so that a hundred chats push blocks out of it.
+"""
+
+import json
+import os
+import signal
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from kvherd.testing.herds import get
+from kvherd.testing.processes import OwnedProcess, wait_until
+
+READY_S = 180.0
+MODEL = "smollm2"
+CACHE_TOKENS = 2048
+STUBS = Path(__file__).parents[3] / "tests" / "peers" / "sglang_stubs"
+# The engine must not starve what watches it; threads that wait for each other by spinning would.
+_POLITE = ("nice", "-n", "5")
+_ONE_THREAD = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+
+
+@dataclass(frozen=True, slots=True)
+class StockServer:
+    """How one is started: its command, and where it is then. `bind_events`: who reads its events must listen."""
+
+    kind: str
+    command: tuple[str, ...]
+    environment: dict[str, str]
+    port: int
+    events: str
+    replay: str | None
+    bind_events: bool = False
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    @property
+    def direct_worker(self) -> str:
+        """As a gateway's option has it: the engine's own sockets."""
+        replay = f",replay={self.replay}" if self.replay else ""
+        bind = ",bind=1" if self.bind_events else ""
+        return f"{self.url},events={self.events}{replay}{bind},tokenizer={model_directory()}"
+
+    def bridge_words(self, listen: str) -> tuple[str, ...]:
+        words = ("bridge", "--engine", self.url, "--events", self.events, "--listen", listen)
+        replay = ("--replay", self.replay) if self.replay else ()
+        bind = ("--bind-events",) if self.bind_events else ()
+        return (*words, *replay, *bind, "--tokenizer", str(model_directory()))
+
+
+@dataclass(slots=True)
+class StockEngine:
+    """A stock server that can be killed, stopped and started again at the same addresses. `keep` sees to its end."""
+
+    server: StockServer
+    keep: Callable[[OwnedProcess], OwnedProcess]
+    process: OwnedProcess = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.begin()
+
+    def begin(self) -> None:
+        """Start it, and wait for nothing."""
+        self.process = self.keep(OwnedProcess(self.server.command, environment=self.server.environment))
+
+    def await_ready(self) -> None:
+        self.process.wait_for(self.answers, within_s=READY_S, what=f"{self.server.kind} answers")
+
+    def answers(self) -> bool:
+        return get(f"{self.server.url}/health")[0] == 200
+
+    def kill(self) -> None:
+        """SIGKILL to every process of it."""
+        self.signal(signal.SIGKILL)
+        self.process.wait(within_s=10)
+        wait_until(lambda: not self.process.family(), within_s=10, what="all its processes ended")
+
+    def signal(self, number: signal.Signals) -> None:
+        for pid in self.process.family():
+            with suppress(ProcessLookupError):
+                os.kill(pid, number)
+
+    def metric(self, name: str) -> float:
+        """The sum over its labels; 0 if it is absent."""
+        lines = get(f"{self.server.url}/metrics")[1].decode().splitlines()
+        return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith((f"{name}{{", f"{name} ")))
+
+    def running(self) -> float:
+        return self.metric("vllm:num_requests_running") + self.metric("sglang:num_running_reqs")
+
+
+def vllm(port: int, *, events: str, replay: str | None, dev_mode: bool = True) -> StockServer:
+    """vLLM listens at an `events` of `ipc://`, and connects to one of `tcp://`."""
+    kv_events = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": events, "topic": "kv-events"}
+    if replay:
+        kv_events["replay_endpoint"] = replay
+    options = {
+        "model": str(model_directory()),
+        "served-model-name": MODEL,
+        "host": "127.0.0.1",
+        "port": str(port),
+        "max-model-len": "1024",
+        "max-num-seqs": "4",
+        "block-size": "32",
+        "num-gpu-blocks-override": str(CACHE_TOKENS // 32),
+        "kv-cache-memory-bytes": "16M",
+        "kv-events-config": json.dumps(kv_events),
+    }
+    flags = ("--enforce-eager", "--enable-prompt-tokens-details")
+    # `vllm serve` wants the metadata of a package that the CPU build has under another name.
+    module = "vllm.entrypoints.openai.api_server"
+    environment = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_NO_USAGE_STATS": "1"} | _ONE_THREAD
+    if dev_mode:
+        environment["VLLM_SERVER_DEV_MODE"] = "1"
+    command = (*_POLITE, _python("VLLM"), "-m", module, *_words(options), *flags)
+    return StockServer("vllm-http", command, environment, port, events, replay, events.startswith("tcp://"))
+
+
+def sglang(
+    port: int,
+    *,
+    events: str,
+    replay: str,
+    page_size: int = 16,
+    layout: str = "default",
+    options: tuple[str, ...] = (),
+) -> StockServer:
+    """It listens at `events`: `bind` makes it, where it would connect to a host otherwise. `layout` of its events."""
+    kv_events = {"publisher": "zmq", "endpoint": events, "bind": True, "replay_endpoint": replay, "format": layout}
+    words = {
+        "model-path": str(model_directory()),
+        "served-model-name": MODEL,
+        "host": "127.0.0.1",
+        "port": str(port),
+        "device": "cpu",
+        "attention-backend": "torch_native",
+        "sampling-backend": "pytorch",
+        "grammar-backend": "none",
+        "mem-fraction-static": "0.1",
+        "context-length": "1024",
+        "max-total-tokens": str(CACHE_TOKENS),
+        "page-size": str(page_size),
+        "kv-events-config": json.dumps(kv_events),
+    }
+    flags = ("--disable-overlap-schedule", "--skip-server-warmup", "--enable-metrics", "--enable-cache-report")
+    environment = {"PYTHONPATH": str(STUBS), "SGLANG_USE_CPU_ENGINE": "1"} | _ONE_THREAD
+    command = (*_POLITE, _python("SGLANG"), "-m", "sglang.launch_server", *_words(words), *flags, *options)
+    return StockServer("sglang-http", command, environment, port, events, replay)
+
+
+def model_directory() -> Path:
+    """Where `tests/peers/model_directory.py` wrote the model."""
+    return Path(os.environ.get("KVHERD_STOCK_MODEL", "build/stock-model")).absolute()
+
+
+def _python(name: str) -> str:
+    venv = Path(os.environ.get(f"KVHERD_{name}", f".venv-{name.lower()}"))
+    python = venv / "bin" / "python"
+    assert python.is_file(), f"there is no {python}; `make test-{name.lower()}` installs it and runs these tests"
+    assert (model_directory() / "config.json").is_file(), f"there is no model in {model_directory()}"
+    return str(python.absolute())
+
+
+def _words(options: dict[str, str]) -> tuple[str, ...]:
+    return tuple(word for name, value in options.items() for word in (f"--{name}", value))
