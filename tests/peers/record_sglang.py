@@ -59,6 +59,14 @@ class Session:
         self.truth.append({"op": "flush", "t0": began_s, "t1": time.time(), "status": answer.status_code})
         time.sleep(0.3)
 
+    def restart(self) -> None:
+        began_s = time.time()
+        self.engine.kill()
+        self.engine.begin()
+        self.engine.await_ready()
+        self.truth.append({"op": "restart", "t0": began_s, "t1": time.time()})
+        time.sleep(1.0)
+
     def write(self, path: Path) -> None:
         path.write_text("".join(json.dumps(each) + "\n" for each in self.truth))
 
@@ -103,17 +111,14 @@ def main(folder: Path) -> None:
         for name, start in [("replay_end", last - 2), ("replay_future", last + 100)]:
             write_recording(folder / f"{name}.bin", ask_replay(replay, start))
         namespaces(folder, "namespaces", session, recorder)
-        recorder.messages.clear()
-        session.truth.clear()
-        session.talk(8)
-        session.engine.kill()
-        session.engine.begin()
-        session.engine.await_ready()
-        time.sleep(1.0)
-        session.talk(14)
+    with ExitStack() as stack:
+        session, recorder = begin(stack, 16)
+        session.talk(10)
+        session.restart()
+        session.talk(16)
         write_recording(folder / "restart.bin", recorder.messages)
         session.write(folder / "restart_truth.jsonl")
-        write_recording(folder / "replay_after_restart.bin", ask_replay(replay, last))
+        write_recording(folder / "replay_after_restart.bin", ask_replay(session.engine.server.replay or "", 1000))
     with ExitStack() as stack:
         namespaces(folder, "namespaces_dynamo", *begin(stack, 16, "dynamo"))
 

@@ -1,4 +1,4 @@
-"""The events that vLLM 0.32 published predict the cached tokens that it reported."""
+"""The events that stock engines published predict the cached tokens that they reported."""
 
 import json
 from pathlib import Path
@@ -6,62 +6,28 @@ from typing import Any
 
 import pytest
 
-from kvherd.core.ids import Rank, WorkerId
-from kvherd.core.kv.cursor import Missing, RankCursor, Repeated, Restarted
-from kvherd.core.kv.hashing import PrefixHasher, prefix_chain
-from kvherd.core.kv.index import Holder, PrefixIndex
-from kvherd.testing.recordings import Recorded, read_recording
-from kvherd.wire.vllm_kv import KvDecoder
+from kvherd.testing.recorded_life import RecordedLife
+from kvherd.testing.recordings import read_recording
 
-FIXTURES = Path(__file__).parents[2] / "fixtures" / "vllm-0.32"
-BLOCK, KEY = 32, b"k"
-HOLDER = Holder(WorkerId("w"), Rank(0))
-
-
-class Follower:
-    """Applies a recording up to a moment."""
-
-    def __init__(self, messages: list[Recorded]) -> None:
-        self.index = PrefixIndex(PrefixHasher(KEY))
-        self.index.enrol(HOLDER.worker, model="m")
-        self._messages = messages
-        self._new_life()
-        self.lives = 1
-
-    def _new_life(self) -> None:
-        self._cursor, self._decoder = RankCursor(), KvDecoder()
-        self.index.clear(HOLDER)
-
-    def until(self, moment_s: float) -> None:
-        while self._messages and self._messages[0].received_s < moment_s:
-            one = self._messages.pop(0)
-            verdict = self._cursor.judge(one.sequence, hash(one.payload))
-            assert not isinstance(verdict, Missing | Repeated)
-            if isinstance(verdict, Restarted):
-                self._new_life()
-                self.lives += 1
-                self._cursor.judge(one.sequence, hash(one.payload))
-            self.index.apply_events(HOLDER, self._decoder.decode(one.payload).events)
-
-    def predict(self, request: dict[str, Any]) -> int:
-        prompt = request["prompt_token_ids"]
-        chain = prefix_chain(prompt, block_size=BLOCK, model="m", salt=request["salt"], key=KEY)
-        held = self.index.match(chain).get(HOLDER, 0)
-        return min(held, (len(prompt) - 1) // BLOCK) * BLOCK
+FIXTURES = Path(__file__).parents[2] / "fixtures"
+VLLM_BLOCK = 32
 
 
 def overlapped(request: dict[str, Any], others: list[dict[str, Any]]) -> bool:
     return any(other is not request and other["t0"] < request["t1"] and request["t0"] < other["t1"] for other in others)
 
 
+def read_truth(folder: str, name: str) -> tuple[RecordedLife, list[dict[str, Any]]]:
+    lines = (FIXTURES / folder / f"{name}_truth.jsonl").read_text().splitlines()
+    return RecordedLife(list(read_recording(FIXTURES / folder / f"{name}.bin"))), [json.loads(line) for line in lines]
+
+
 @pytest.mark.parametrize(("name", "lives"), [("evict_clear", 1), ("restart", 2)])
-def test_sequential_requests_are_predicted_exactly(name: str, lives: int) -> None:
-    lines = (FIXTURES / f"{name}_truth.jsonl").read_text().splitlines()
-    truth = [json.loads(line) for line in lines]
-    follower = Follower(list(read_recording(FIXTURES / f"{name}.bin")))
+def test_vllms_sequential_requests_are_predicted_exactly(name: str, lives: int) -> None:
+    life, truth = read_truth("vllm-0.32", name)
     wrong, decided, hits, after_reset = [], 0, 0, False
     for request in truth:
-        follower.until(request["t0"])
+        life.until(request["t0"])
         if request["op"] != "chat":
             after_reset = True
             continue
@@ -70,10 +36,43 @@ def test_sequential_requests_are_predicted_exactly(name: str, lives: int) -> Non
             continue
         decided += 1
         hits += request["cached"] > 0
-        predicted = follower.predict(request)
+        predicted = life.predict(request["prompt_token_ids"], block_size=VLLM_BLOCK, salt=request["salt"])
         if predicted != request["cached"] and not first:
             wrong.append((request["i"], predicted, request["cached"]))
     assert wrong == []
     assert decided >= 15
     assert hits >= decided / 3
-    assert follower.lives == lives
+    assert life.lives == lives
+
+
+@pytest.mark.parametrize(("name", "page", "lives"), [("page16", 16, 1), ("page1", 1, 1), ("restart", 16, 2)])
+def test_sglangs_sequential_requests_are_predicted_exactly(name: str, page: int, lives: int) -> None:
+    """Unlike vLLM, SGLang tells of a flush at once. That it was restarted is seen with its next batch."""
+    life, truth = read_truth("sglang-0.5.23", name)
+    wrong, asked, hits, restarted = [], 0, 0, False
+    for request in truth:
+        life.until(request["t0"])
+        if request["op"] != "generate":
+            restarted = request["op"] == "restart"
+            continue
+        asked += 1
+        hits += request["cached"] > 0
+        predicted = life.predict(request["prompt_token_ids"], block_size=page)
+        if predicted != request["cached"] and not restarted:
+            wrong.append((predicted, request["cached"]))
+        restarted = False
+    assert wrong == []
+    assert asked >= 20
+    assert hits >= asked / 2
+    assert life.lives == lives
+
+
+def test_sglangs_salted_blocks_are_credited_to_their_salt_only() -> None:
+    life, truth = read_truth("sglang-0.5.23", "namespaces")
+    salted = [request for request in truth if "extra_key" not in request]
+    assert [request["cached"] for request in salted] == [0, 64, 0, 64]
+    for request in salted:
+        life.until(request["t0"])
+        prompt = request["prompt_token_ids"]
+        assert life.predict(prompt, block_size=16, salt=request.get("cache_salt")) == request["cached"]
+        assert life.predict(prompt, block_size=16, salt="another") == 0

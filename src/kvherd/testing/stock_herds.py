@@ -1,0 +1,195 @@
+"""One stock engine, its bridge, and two gateways over it: one follows the bridge, one the engine's own sockets."""
+
+import random
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+
+from kvherd.testing.herds import GatewayProcess, begin_gateway
+from kvherd.testing.processes import KvherdProcess, OwnedProcess, free_ports, wait_until
+from kvherd.testing.stock_engines import MODEL, StockEngine, StockServer
+
+LIVE_S = 20.0
+ANSWER_S = 120.0
+WORDS = (
+    "amber",
+    "birch",
+    "cedar",
+    "delta",
+    "ember",
+    "fable",
+    "grove",
+    "haven",
+    "inlet",
+    "jumbo",
+    "koala",
+    "lemon",
+    "maple",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Answered:
+    """One chat: what was predicted to be cached of its prompt, if that could be, and what the engine said."""
+
+    prompt_tokens: int
+    predicted: int | None
+    reported: int
+
+    @property
+    def exact(self) -> bool:
+        return self.predicted == self.reported
+
+
+@dataclass(slots=True)
+class Talks:
+    """Several conversations in turn; each goes on from its own past, and begins anew when it is long."""
+
+    seed: int
+    at_once: int = 6
+    answers: list[Answered] = field(default_factory=list)
+    _dice: random.Random = field(init=False)
+    _messages: dict[int, list[dict[str, str]]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._dice = random.Random(self.seed)
+
+    def turn(self, gateway: GatewayProcess) -> Answered:
+        number = self._dice.randrange(self.at_once)
+        messages = self._messages.get(number)
+        if not messages or len(messages) > 11:
+            messages = self._messages[number] = [{"role": "system", "content": self.words(60)}]
+        messages.append({"role": "user", "content": self.words(16)})
+        answered, text = chat(gateway, messages)
+        messages.append({"role": "assistant", "content": text})
+        self.answers.append(answered)
+        return answered
+
+    def words(self, count: int) -> str:
+        return " ".join(self._dice.choice(WORDS) for _ in range(count))
+
+    def figures(self) -> str:
+        exact, hits = sum(one.exact for one in self.answers), sum(one.reported > 0 for one in self.answers)
+        wrong = [(at, one.predicted, one.reported) for at, one in enumerate(self.answers) if not one.exact]
+        told = f"{len(self.answers)} chats, {hits} with a hit, {exact} predicted exactly"
+        return f"{told}; (which, predicted, reported) {wrong}" if wrong else told
+
+
+def chat(gateway: GatewayProcess, messages: list[dict[str, str]]) -> tuple[Answered, str]:
+    body = {"model": MODEL, "messages": messages, "max_tokens": 4, "temperature": 0}
+    answer = httpx.post(f"{gateway.url}/v1/chat/completions", json=body, timeout=ANSWER_S)
+    assert answer.status_code == 200, answer.text
+    usage = answer.json()["usage"]
+    reported = (usage["prompt_tokens_details"] or {}).get("cached_tokens") or 0
+    predicted = answer.headers.get("x-kvherd-predicted-cached-tokens")
+    text: str = answer.json()["choices"][0]["message"]["content"] or ""
+    return Answered(usage["prompt_tokens"], None if predicted is None else int(predicted), reported), text
+
+
+@dataclass(slots=True)
+class StockHerd:
+    """`start` begins a `kvherd` command and sees to its end."""
+
+    engine: StockEngine
+    start: Callable[..., KvherdProcess]
+    bridge_port: int
+    bridge: KvherdProcess = field(init=False)
+    bridged: GatewayProcess = field(init=False)
+    direct: GatewayProcess = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.begin_bridge()
+        self.engine.await_ready()
+        self.bridged = begin_gateway(self.start, self.bridged_worker, up=1)
+        self.direct = begin_gateway(self.start, self.engine.server.direct_worker, up=1)
+        self.await_live()
+
+    @property
+    def bridged_worker(self) -> str:
+        return f"{self.engine.server.url},events=grpc://127.0.0.1:{self.bridge_port}"
+
+    @property
+    def gateways(self) -> tuple[GatewayProcess, GatewayProcess]:
+        return self.bridged, self.direct
+
+    def begin_bridge(self) -> None:
+        self.bridge = self.start(*self.engine.server.bridge_words(f"127.0.0.1:{self.bridge_port}"))
+
+    def await_live(self) -> None:
+        for gateway in self.gateways:
+            gateway.process.wait_for(lambda g=gateway: is_live(g), within_s=LIVE_S, what="it follows the engine")  # type: ignore[misc]
+
+    def epochs(self) -> list[str]:
+        return [str(kv_of(gateway)["epoch"]) for gateway in self.gateways]
+
+    def restart_engine(self) -> None:
+        """SIGKILL, then a new process at the same addresses, until both gateways follow that one."""
+        before = self.epochs()
+        self.engine.kill()
+        self.engine.begin()
+        self.await_return(before)
+
+    def await_return(self, epochs: list[str]) -> None:
+        self.engine.await_ready()
+        self.await_live()
+        wait_until(
+            lambda: not set(self.epochs()) & set(epochs), within_s=LIVE_S, what="both gateways follow another life"
+        )
+
+    def restart(self, gateway: GatewayProcess) -> GatewayProcess:
+        """SIGKILL to a gateway, and another at its port."""
+        gateway.process.signal(signal.SIGKILL)
+        gateway.process.wait(within_s=5)
+        worker = self.bridged_worker if gateway is self.bridged else self.engine.server.direct_worker
+        again = begin_gateway(self.start, worker, port=gateway.port, up=1)
+        if gateway is self.bridged:
+            self.bridged = again
+        else:
+            self.direct = again
+        self.await_live()
+        return again
+
+    def flush(self, gateway: GatewayProcess, timeout_s: float) -> dict[str, Any]:
+        """The one worker's result."""
+        url = f"{gateway.url}/flush_cache?timeout={timeout_s:g}"
+        (result,) = httpx.post(url, timeout=timeout_s + 30).json()["workers"]
+        return dict(result)
+
+    @contextmanager
+    def generating(self, gateway: GatewayProcess, tokens: int) -> Iterator[httpx.Response]:
+        """A chat that streams that many tokens and is running; leaving it leaves the answer."""
+        messages = [{"role": "user", "content": "Count."}]
+        body = {"model": MODEL, "messages": messages, "max_tokens": tokens, "ignore_eos": True, "stream": True}
+        with httpx.stream("POST", f"{gateway.url}/v1/chat/completions", json=body, timeout=ANSWER_S) as answer:
+            assert answer.status_code == 200
+            wait_until(lambda: self.engine.running() == 1, within_s=10, what="the engine runs it")
+            yield answer
+
+
+def kv_of(gateway: GatewayProcess) -> dict[str, Any]:
+    (worker,) = gateway.workers()
+    kv = worker["kv"]
+    assert isinstance(kv, dict)
+    return kv
+
+
+def is_live(gateway: GatewayProcess) -> bool:
+    """The worker is up and followed."""
+    return gateway.has_up(1) and kv_of(gateway)["state"] == "live"
+
+
+@contextmanager
+def stock_herd(server: StockServer) -> Iterator[StockHerd]:
+    with ExitStack() as stack:
+
+        def keep(process: OwnedProcess) -> OwnedProcess:
+            return stack.enter_context(process)
+
+        def start(*words: str) -> KvherdProcess:
+            return stack.enter_context(KvherdProcess(*words))
+
+        yield StockHerd(StockEngine(server, keep), start, free_ports((0,)))
