@@ -3,12 +3,15 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 SMG := .venv-smg
+VLLM := .venv-vllm
+SGLANG := .venv-sglang
+STOCK_MODEL := build/stock-model
 STAMP := $(VENV)/.installed
 LOCKS := locks/requirements.lock locks/model.lock
 PIP := $(BIN)/python -m pip --disable-pip-version-check $(if $(CI),-q)
 
 .DEFAULT_GOAL := help
-.PHONY: help up setup test test-smg check fix types contracts bench lock clean
+.PHONY: help up setup test test-smg test-vllm test-sglang check fix types contracts bench lock clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' Makefile
@@ -23,6 +26,12 @@ test: check ## Every check, then all tests; ARGS='-k name' for some of them
 
 test-smg: $(STAMP) $(SMG)/.installed ## Our engine as the worker of a stock SMG gateway, installed into .venv-smg
 	KVHERD_SMG=$(SMG)/bin/smg $(BIN)/python -m pytest -m peers tests/peers/test_smg.py $(ARGS)
+
+test-vllm: $(STAMP) $(VLLM)/.installed $(STOCK_MODEL)/config.json ## Bridge and gateways over a stock vLLM on a CPU, installed into .venv-vllm (2.5 GB)
+	KVHERD_VLLM=$(VLLM) KVHERD_STOCK_MODEL=$(STOCK_MODEL) $(BIN)/python -m pytest -m peers tests/peers/test_vllm.py $(ARGS)
+
+test-sglang: $(STAMP) $(SGLANG)/.installed $(STOCK_MODEL)/config.json ## The same over a stock SGLang, installed into .venv-sglang (2.8 GB)
+	KVHERD_SGLANG=$(SGLANG) KVHERD_STOCK_MODEL=$(STOCK_MODEL) $(BIN)/python -m pytest -m peers tests/peers/test_sglang.py $(ARGS)
 
 check: $(STAMP) contracts types ## Format, lint, types and layers: seconds
 	$(BIN)/ruff format --check .
@@ -47,7 +56,7 @@ lock: $(STAMP) ## Resolve the dependencies again (needs uv) and write locks/
 	echo smg==1.13.0 | uv pip compile $(LOCK_FLAGS) - -o locks/smg.lock
 
 clean: ## Remove the environment and every cache
-	rm -rf $(VENV) $(SMG) build src/*.egg-info .mypy_cache .ruff_cache .import_linter_cache .hypothesis bench/out
+	rm -rf $(VENV) $(SMG) $(VLLM) $(SGLANG) build src/*.egg-info .mypy_cache .ruff_cache .import_linter_cache .hypothesis bench/out
 	find src tests bench -name __pycache__ -type d -prune -exec rm -rf {} +
 
 LOCK_FLAGS := -q --universal --generate-hashes --no-emit-index-url --no-annotate --no-header --python-version 3.11 --upgrade
@@ -71,4 +80,14 @@ $(VENV)/.bench: $(STAMP) locks/bench.lock
 $(SMG)/.installed: $(STAMP) locks/smg.lock
 	$(PYTHON) -m venv --clear $(SMG)
 	$(SMG)/bin/python -m pip --disable-pip-version-check $(if $(CI),-q) install --require-hashes -r locks/smg.lock
+	@touch $@
+
+# Everything that is needed is in the lock: resolving anew would bring packages that want CUDA.
+$(VLLM)/.installed $(SGLANG)/.installed: .venv-%/.installed: locks/%.lock
+	$(PYTHON) -m venv --clear .venv-$*
+	.venv-$*/bin/python -m pip --disable-pip-version-check $(if $(CI),-q) install --no-deps -r $<
+	@touch $@
+
+$(STOCK_MODEL)/config.json: $(STAMP) tests/peers/model_directory.py
+	$(BIN)/python tests/peers/model_directory.py $(STOCK_MODEL)
 	@touch $@
