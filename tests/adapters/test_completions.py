@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from kvherd.adapters.completions import OpenAiCompletions
+from kvherd.adapters.usage_sniffer import UsageSniffer
 from kvherd.core.engine.generation import GenerationRequest, TokenDelta
 from kvherd.core.errors import EngineStopping, FieldInvalid, PromptTooLong
 from kvherd.core.ids import RequestId
@@ -41,6 +42,19 @@ async def frames(call: ChatCall | CompletionCall, engine: ScriptedGenerations) -
     assert all(event.startswith("data: ") for event in events)
     bodies = [event.removeprefix("data: ") for event in events]
     return [body if body == "[DONE]" else json.loads(body) for body in bodies]
+
+
+async def test_tokens_that_came_from_the_host_are_told_apart_and_read_again() -> None:
+    body = await completions().whole(
+        chat(), request=ID, generate=ScriptedGenerations("Paris", cached_tokens=3, host_tokens=2).generate
+    )
+    details = json.loads(body)["usage"]["prompt_tokens_details"]
+    assert details == {"cached_tokens": 3, "cached_tokens_details": {"device": 1, "host": 2}}
+    sniffer = UsageSniffer(stream=False)
+    sniffer.feed(body)
+    read = sniffer.usage()
+    assert read is not None
+    assert (read.cached_tokens, read.host_tokens) == (3, 2)
 
 
 async def test_a_whole_chat_has_text_reason_and_usage() -> None:

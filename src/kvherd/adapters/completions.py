@@ -43,13 +43,14 @@ class Plan:
         """A prompt counts once, however many choices it has; cached is what none of them had to compute."""
         n = self.n
         choices = [run.choice for run in self.runs]
+        least = [
+            min(choices[begin : begin + n], key=lambda one: one.cached_tokens) for begin in range(0, len(choices), n)
+        ]
         return Usage(
             prompt_tokens=sum(map(len, self.prompts)),
-            cached_tokens=sum(
-                min(choice.cached_tokens for choice in choices[begin : begin + n])
-                for begin in range(0, len(choices), n)
-            ),
+            cached_tokens=sum(choice.cached_tokens for choice in least),
             completion_tokens=sum(choice.completion_tokens for choice in choices),
+            host_tokens=sum(choice.host_tokens for choice in least),
         )
 
 
@@ -224,4 +225,5 @@ def _fields_of(usage: Usage) -> dict[str, object]:
         prompt_tokens=usage.prompt_tokens,
         completion_tokens=usage.completion_tokens,
         cached_tokens=usage.cached_tokens,
+        host_tokens=usage.host_tokens,
     )

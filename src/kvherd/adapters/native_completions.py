@@ -82,6 +82,7 @@ def _fields(answer: NativeAnswer, run: Run) -> dict[str, Any]:
         prompt_tokens=run.choice.prompt_tokens,
         completion_tokens=run.choice.completion_tokens,
         cached_tokens=run.choice.cached_tokens,
+        host_tokens=run.choice.host_tokens,
         logprobs=run.request.sampling.logprobs is not None,
     )
     return fields

@@ -8,11 +8,16 @@ _KEY = b'"usage"'
 _KEPT_BYTES = 1024 * 1024
 
 
+class _Tiers(msgspec.Struct):
+    host: int = 0
+
+
 class _PromptDetails(msgspec.Struct):
     cached_tokens: int | None = None
     image_tokens: int | None = None
     audio_tokens: int | None = None
     video_tokens: int | None = None
+    cached_tokens_details: _Tiers | None = None
 
     @property
     def told(self) -> int | None:
@@ -84,4 +89,5 @@ class UsageSniffer:
                 # Stock servers leave it out, or say null, until they are told to report it.
                 cached_tokens=None if details is None else details.told,
                 completion_tokens=usage.completion_tokens or 0,
+                host_tokens=details.cached_tokens_details.host if details and details.cached_tokens_details else 0,
             )

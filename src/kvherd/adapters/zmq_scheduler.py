@@ -158,7 +158,7 @@ class ZmqScheduler:
         del self._streams[request]  # its stream ended: the id is free
         last = stream.inbox.latest
         finish = Finish(FinishReason.ABORT, message=reason or "aborted")
-        stream.inbox.put(TokenDelta((), last.prompt_tokens, last.completion_tokens, last.cached_tokens, finish=finish))
+        stream.inbox.put(replace(last, token_ids=(), logprobs=(), finish=finish))
         stream.woken.set()
         return True
 
@@ -339,6 +339,7 @@ class ZmqScheduler:
                 each.cached_tokens,
                 each.logprobs,
                 each.finish,
+                each.host_tokens,
             )
         )
         if each.token_ids:

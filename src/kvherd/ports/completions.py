@@ -14,11 +14,15 @@ Generate = Callable[[GenerationRequest], AsyncIterator[TokenDelta]]
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """What a finished call cost, for logs and audits. `cached_tokens` None: whoever answered did not say."""
+    """What a finished call cost, for logs and audits. `cached_tokens` None: whoever answered did not say.
+
+    `host_tokens` of them were loaded from host memory, as far as that was said.
+    """
 
     prompt_tokens: int
     cached_tokens: int | None
     completion_tokens: int
+    host_tokens: int = 0
 
 
 class Tokenizer(Protocol):

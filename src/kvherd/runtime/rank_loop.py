@@ -181,4 +181,5 @@ def _progress(each: Progress) -> ipc.Progress:
         delta.cached_tokens,
         delta.logprobs,
         delta.finish,
+        delta.host_tokens,
     )

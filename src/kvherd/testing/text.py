@@ -52,6 +52,7 @@ class ScriptedGenerations:
         answer: str,
         *,
         cached_tokens: int = 0,
+        host_tokens: int = 0,
         error: Exception | None = None,
         fail_after: int = 0,
         pause: Callable[[], Awaitable[None]] | None = None,
@@ -62,6 +63,7 @@ class ScriptedGenerations:
         self.aborted: list[RequestId] = []
         self.alive: set[RequestId] = set()
         self._cached_tokens = cached_tokens
+        self._host_tokens = host_tokens
         self._error = error
         self._fail_after = fail_after
         self._pause = pause
@@ -95,5 +97,11 @@ class ScriptedGenerations:
         ranked = tuple((65 + place, -2.0 - place) for place in range(top or 0))
         logprobs = () if top is None else tuple(TokenLogprob(token, -0.5, ranked) for token in token_ids)
         return TokenDelta(
-            token_ids, len(request.prompt_token_ids), made, self._cached_tokens, logprobs=logprobs, finish=finish
+            token_ids,
+            len(request.prompt_token_ids),
+            made,
+            self._cached_tokens,
+            logprobs=logprobs,
+            finish=finish,
+            host_tokens=self._host_tokens,
         )

@@ -70,6 +70,7 @@ class Progress(msgspec.Struct, frozen=True):
     cached_tokens: int
     logprobs: tuple[TokenLogprob, ...] = ()
     finish: Finish | None = None
+    host_tokens: int = 0
 
 
 class Stepped(msgspec.Struct, frozen=True, tag="stepped"):

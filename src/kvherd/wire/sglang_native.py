@@ -14,6 +14,7 @@ from kvherd.core.engine.generation import Finish, FinishReason
 from kvherd.core.errors import FieldInvalid, Unsupported
 from kvherd.core.text.calls import CallOptions, CompletionCall, NativeCall
 from kvherd.core.text.choice import ShownToken, TextDelta
+from kvherd.wire.openai.answers import cached_details
 from kvherd.wire.openai.body import parse_object
 from kvherd.wire.openai.fields import Fields
 from kvherd.wire.openai.options import MOST_CHOICES, MOST_TOKENS, MOST_TOP_LOGPROBS, read_limits, read_sampling
@@ -41,13 +42,16 @@ class NativeAnswer:
         self.tokens += delta.tokens
         self.finish = delta.finish
 
-    def fields(self, *, prompt_tokens: int, completion_tokens: int, cached_tokens: int, logprobs: bool) -> Any:  # noqa: ANN401 - JSON
+    def fields(
+        self, *, prompt_tokens: int, completion_tokens: int, cached_tokens: int, logprobs: bool, host_tokens: int = 0
+    ) -> dict[str, Any]:
         meta: dict[str, Any] = {
             "id": self.request,
             "finish_reason": _finish_fields(self.finish, completion_tokens),
             "prompt_tokens": prompt_tokens,
             "completion_tokens": completion_tokens,
             "cached_tokens": cached_tokens,
+            **cached_details(cached_tokens, host_tokens),
         }
         if logprobs:
             shown = [each.token for each in self.tokens]

@@ -513,6 +513,7 @@ def test_what_was_evicted_is_loaded_back_from_the_host() -> None:
     stage.submit(request("again", [*EIGHT, 1], 1))
     stage.run_dry()
     assert stage.cached("again") == 8
+    assert stage.said["again"][-1].host_tokens == 8
     assert stage.scheduler.load(0.0).host_loaded_tokens_total == 8
     assert [event.tier for event in stage.events if isinstance(event, BlocksStored)].count(Tier.HOST) == 2
 

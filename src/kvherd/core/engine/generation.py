@@ -89,7 +89,8 @@ class Finish:
 class TokenDelta:
     """News of one generation: the tokens since the last delta (possibly none) and the counts so far.
 
-    `cached_tokens` is how many prompt tokens the engine did not compute; it is final from the first delta on.
+    `cached_tokens` is how many prompt tokens the engine did not compute; it is final from the first delta on. So is
+    `host_tokens`: how many of them had left the device and were loaded from host memory.
     The last delta has `finish`; none follows it. `logprobs` is empty or as long as `token_ids`.
     """
 
@@ -99,3 +100,4 @@ class TokenDelta:
     cached_tokens: int
     logprobs: tuple[TokenLogprob, ...] = ()
     finish: Finish | None = None
+    host_tokens: int = 0

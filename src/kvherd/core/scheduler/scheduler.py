@@ -210,7 +210,7 @@ class Scheduler:
     def _take(self, sequence: Sequence, choice: Choice) -> Progress:
         """Add the chosen token to its answer, or end it."""
         if sequence.cached_tokens is None:
-            sequence.cached_tokens = sequence.cached_so_far()
+            sequence.cached_tokens, sequence.host_tokens = sequence.cached_so_far(), sequence.loaded_so_far()
             self._totals.prompt_tokens += sequence.prompt_tokens
             self._totals.cached_tokens += sequence.cached_tokens
         limits, said = sequence.request.limits, len(sequence.output)

@@ -27,6 +27,7 @@ class Sequence:
     own_blocks: set[int] = field(default_factory=set)
     loaded_blocks: int = 0
     cached_tokens: int | None = None
+    host_tokens: int | None = None
     uncached_tokens: int = 0
     ended: bool = False
 
@@ -74,6 +75,12 @@ class Sequence:
         full = min(self.computed, self.prompt_tokens) // self.block_size
         return self.block_size * sum(index not in self.own_blocks for index in range(full))
 
+    def loaded_so_far(self) -> int:
+        """Those of them that were loaded from the host."""
+        if self.host_tokens is not None:
+            return self.host_tokens
+        return min(self.loaded_blocks * self.block_size, self.cached_so_far())
+
     def delta(
         self, tokens: tuple[int, ...] = (), *, logprob: TokenLogprob | None = None, finish: Finish | None = None
     ) -> TokenDelta:
@@ -82,6 +89,7 @@ class Sequence:
             prompt_tokens=self.prompt_tokens,
             completion_tokens=len(self.output),
             cached_tokens=self.cached_so_far(),
+            host_tokens=self.loaded_so_far(),
             logprobs=(logprob,) if tokens and logprob is not None else (),
             finish=finish,
         )

@@ -46,6 +46,7 @@ class Choice:
     def __init__(self, decode: Decode, limits: Limits, context: Sequence[int] = ()) -> None:
         self.prompt_tokens = 0
         self.cached_tokens = 0
+        self.host_tokens = 0
         self.completion_tokens = 0
         self.finish: Finish | None = None
         self._detokenizer = IncrementalDetokenizer(decode, context)
@@ -59,6 +60,7 @@ class Choice:
 
     def feed(self, delta: TokenDelta) -> TextDelta:
         self.prompt_tokens, self.cached_tokens = delta.prompt_tokens, delta.cached_tokens
+        self.host_tokens = delta.host_tokens
         pieces: list[str] = []
         for index, token_id in enumerate(delta.token_ids):
             pieces.append(self._feed_token(token_id, delta.logprobs[index] if delta.logprobs else None))

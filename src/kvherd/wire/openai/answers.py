@@ -162,13 +162,25 @@ class TextAnswers:
         return {self._names.token_text(token_id): max(logprob, _LEAST_LOGPROB) for token_id, logprob in ranked}
 
 
-def usage_fields(*, prompt_tokens: int, completion_tokens: int, cached_tokens: int | None) -> dict[str, Any]:
+def usage_fields(
+    *, prompt_tokens: int, completion_tokens: int, cached_tokens: int | None, host_tokens: int = 0
+) -> dict[str, Any]:
+    """OpenAI's `usage`; tokens that were loaded from the host are told apart, in SGLang's words."""
     return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,
         "total_tokens": prompt_tokens + completion_tokens,
-        "prompt_tokens_details": None if cached_tokens is None else {"cached_tokens": cached_tokens},
+        "prompt_tokens_details": None
+        if cached_tokens is None
+        else {"cached_tokens": cached_tokens, **cached_details(cached_tokens, host_tokens)},
     }
+
+
+def cached_details(cached_tokens: int, host_tokens: int) -> dict[str, Any]:
+    """Where cached tokens lay; nothing if all of them were on the device."""
+    if not host_tokens:
+        return {}
+    return {"cached_tokens_details": {"device": cached_tokens - host_tokens, "host": host_tokens}}
 
 
 def error_frame(error: BaseException) -> bytes:
