@@ -1,22 +1,29 @@
-"""vLLM's KV events, which SGLang and kvherd's engine publish too: strict where a mistake would corrupt.
+"""Engines' own KV events, as vLLM, SGLang and kvherd's engine publish them: strict where a mistake would corrupt.
 
     payload = [timestamp, events, rank]                     rank may be absent or null
     event   = {"type": "BlockStored", …}                    vLLM 0.24 and later, SGLang, kvherd
             | ["BlockStored", hashes, parent, …]            vLLM 0.16 to 0.22, trailing defaults omitted
+
+SGLang's hashes are signed, its blocks are pages of as little as one token, and under drafting heads of the Eagle family
+each token is a pair, `[token, next]`. What vLLM's offloading says of other tiers may lack the tokens: it is understood
+of blocks that are known, and says nothing of others, which is no loss to anybody's credit.
 
 Unknown keys are ignored. Bytes that are not msgpack raise `FrameInvalid`; a batch that says what kvherd cannot repeat
 without loss raises `BatchUntranslatable`. Nothing else is raised, whatever the bytes.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Annotated, Any, Final
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from typing import Annotated, Any, Final, Generic, TypeAlias, TypeVar, cast
 
 import msgspec
 
 from kvherd.core.errors import FrameInvalid
 from kvherd.core.ids import EngineHash, Rank
-from kvherd.core.kv.events import BlocksRemoved, BlocksStored, CacheCleared, ExtraKey, KvEvent
+from kvherd.core.kv.bigrams import bigram_key
+from kvherd.core.kv.events import BlocksRemoved, BlocksStored, CacheCleared, ExtraKey, KvEvent, Tier
+from kvherd.core.kv.live_state import LiveState
 from kvherd.core.kv.normalize import CacheGroups, medium_of, namespace, tier_of
 from kvherd.core.kv.stream import BatchUntranslatable
 
@@ -25,14 +32,16 @@ _HASHES: Final = 2**64
 
 WireHash = int | bytes
 Token = Annotated[int, msgspec.Meta(ge=0, lt=2**32)]
+Pair = tuple[Token, Token]
+Atom = TypeVar("Atom", Token, Pair)
 
 
-class _Stored(msgspec.Struct, frozen=True, tag_field="type", tag="BlockStored"):
-    """Everything may be missing here, so that what is missing can be named."""
+class _Stored(msgspec.Struct, Generic[Atom], frozen=True, tag_field="type", tag="BlockStored"):
+    """Everything may be missing here, so that what is missing can be named. The order is that of the array layout."""
 
     block_hashes: tuple[WireHash, ...] = ()
     parent_block_hash: WireHash | None = None
-    token_ids: tuple[Token, ...] = ()
+    token_ids: tuple[Atom, ...] = ()
     block_size: int = 0
     lora_id: int | None = None
     medium: str | None = None
@@ -55,43 +64,31 @@ class _Cleared(msgspec.Struct, frozen=True, tag_field="type", tag="AllBlocksClea
     pass
 
 
-class _StoredArray(msgspec.Struct, frozen=True, array_like=True, tag="BlockStored"):
-    block_hashes: tuple[WireHash, ...] = ()
-    parent_block_hash: WireHash | None = None
-    token_ids: tuple[Token, ...] = ()
-    block_size: int = 0
-    lora_id: int | None = None
-    medium: str | None = None
-    lora_name: str | None = None
-    extra_keys: tuple[tuple[Any, ...] | None, ...] | None = None
-    group_idx: int | None = None
-    kv_cache_spec_kind: str | None = None
-
-
-class _RemovedArray(msgspec.Struct, frozen=True, array_like=True, tag="BlockRemoved"):
-    block_hashes: tuple[WireHash, ...]
-    medium: str | None = None
-    group_idx: int | None = None
-
-
-class _ClearedArray(msgspec.Struct, frozen=True, array_like=True, tag="AllBlocksCleared"):
-    pass
+_Plain: TypeAlias = _Stored[Token]
+_Paired: TypeAlias = _Stored[Pair]
+_Event: TypeAlias = _Plain | _Paired | _Removed | _Cleared
 
 
 class _Payload(msgspec.Struct, frozen=True, array_like=True):
     timestamp_s: float
-    events: tuple[msgspec.Raw, ...]
+    events: tuple[_Plain | _Removed | _Cleared, ...]
     rank: int | None = None
 
 
+class _AnyPayload(msgspec.Struct, frozen=True, array_like=True):
+    timestamp_s: float
+    events: tuple[Any, ...]
+    rank: int | None = None
+
+
+_ARRAY_KEYS: Final = {
+    "BlockStored": (*_Stored.__struct_fields__[:10],),
+    "BlockRemoved": (*_Removed.__struct_fields__[:3],),
+}
+
 _encoder = msgspec.msgpack.Encoder()
 _payload = msgspec.msgpack.Decoder(_Payload)
-_map_event: msgspec.msgpack.Decoder[_Stored | _Removed | _Cleared] = msgspec.msgpack.Decoder(
-    _Stored | _Removed | _Cleared
-)
-_array_event: msgspec.msgpack.Decoder[_StoredArray | _RemovedArray | _ClearedArray] = msgspec.msgpack.Decoder(
-    _StoredArray | _RemovedArray | _ClearedArray
-)
+_any_payload = msgspec.msgpack.Decoder(_AnyPayload)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,37 +106,40 @@ class KvDecoder:
 
     _groups: CacheGroups = field(default_factory=CacheGroups)
 
-    def decode(self, payload: bytes) -> PublishedBatch:
-        """Raises `FrameInvalid` for what is no msgpack, `BatchUntranslatable` for what cannot be repeated."""
+    def decode(self, payload: bytes, known: LiveState | None = None) -> PublishedBatch:
+        """`known` is the state before this batch: blocks may be named that are described there.
+
+        Raises `FrameInvalid` for what is no msgpack, `BatchUntranslatable` for what cannot be repeated.
+        """
         try:
-            return self._translate(_payload.decode(payload))
+            read = _read(payload)
         except msgspec.ValidationError as error:
             raise BatchUntranslatable(str(error)) from error
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise FrameInvalid("KV event", str(error)) from error
+        rank = None if read.rank is None else Rank(read.rank)
+        events = tuple(event for one in read.events for event in self._translate(one, known))
+        return PublishedBatch(read.timestamp_s, events, rank)
 
-    def _translate(self, payload: _Payload) -> PublishedBatch:
-        rank = None if payload.rank is None else Rank(payload.rank)
-        events = tuple(event for raw in payload.events for event in self._events(raw))
-        return PublishedBatch(payload.timestamp_s, events, rank)
-
-    def _events(self, raw: msgspec.Raw) -> Iterator[KvEvent]:
-        first = memoryview(raw)[0]
-        is_array = 0x90 <= first <= 0x9F or first in (0xDC, 0xDD)
-        event = _array_event.decode(raw) if is_array else _map_event.decode(raw)
+    def _translate(self, event: _Event, known: LiveState | None) -> Iterator[KvEvent]:
         match event:
             case _Stored(locality="REMOTE") | _Removed(locality="REMOTE"):
                 return  # a shared pool's blocks: no statement about this engine
-            case _Stored() | _StoredArray():
+            case _Stored():
+                tier = tier_of(event.medium)
                 counts = self._groups.stored(event.group_idx, event.kv_cache_spec_kind)
-                if counts is None:
-                    raise BatchUntranslatable(f"cache group {event.group_idx} does not say its kind")
-                if counts:
-                    yield _stored(event)
-            case _Removed() | _RemovedArray():
+                if counts is not False and tier is not Tier.DEVICE and _only_names(event):
+                    yield from _recognized(event, tier, known)
+                elif counts is None:
+                    raise BatchUntranslatable(
+                        f"cache group {event.group_idx} does not say its kind; vLLM 0.24 and later do"
+                    )
+                elif counts:
+                    yield _stored(event, tier)
+            case _Removed():
                 if self._groups.removed(event.group_idx):
-                    yield BlocksRemoved(tuple(map(_hash, event.block_hashes)), tier_of(event.medium))
-            case _Cleared() | _ClearedArray():
+                    yield BlocksRemoved(_hashes(event.block_hashes), tier_of(event.medium))
+            case _Cleared():
                 yield CacheCleared()
 
 
@@ -153,7 +153,44 @@ def encode_batch(timestamp_s: float, events: Sequence[KvEvent], rank: Rank) -> b
     return _encoder.encode([timestamp_s, [_as_map(event) for event in events], rank])
 
 
-def _stored(event: _Stored | _StoredArray) -> BlocksStored:
+@dataclass(frozen=True, slots=True)
+class _Read:
+    timestamp_s: float
+    events: Sequence[_Event]
+    rank: int | None
+
+
+def _read(payload: bytes) -> _Payload | _Read:
+    """Maps of plain tokens at once, which is all that most engines send; what is not that, event by event."""
+    try:
+        return _payload.decode(payload)
+    except msgspec.ValidationError:
+        batch = _any_payload.decode(payload)
+        return _Read(batch.timestamp_s, [_read_event(event) for event in batch.events], batch.rank)
+
+
+def _read_event(event: object) -> _Event:
+    if isinstance(event, list) and event and isinstance(event[0], str):
+        keys = _ARRAY_KEYS.get(event[0], ())
+        event = {"type": event[0], **dict(zip(keys, event[1:], strict=False))}  # trailing defaults are omitted
+    tokens = event.get("token_ids") if isinstance(event, dict) else None
+    paired = isinstance(tokens, list) and bool(tokens) and isinstance(tokens[0], list)
+    return msgspec.convert(event, (_Paired if paired else _Plain) | _Removed | _Cleared)
+
+
+def _only_names(event: _Plain | _Paired) -> bool:
+    """Whether blocks are named without what they hold, or without the extra keys that went into their hashes."""
+    return not event.token_ids or (event.extra_keys is None and event.group_idx is not None)
+
+
+def _recognized(event: _Plain | _Paired, tier: Tier, known: LiveState | None) -> Iterator[BlocksStored]:
+    for block in _hashes(event.block_hashes):
+        described = None if known is None else known.find(block)
+        if described is not None:
+            yield replace(described, tier=tier)
+
+
+def _stored(event: _Plain | _Paired, tier: Tier) -> BlocksStored:
     count = len(event.block_hashes)
     if event.block_size <= 0:
         raise BatchUntranslatable(f"a store with block size {event.block_size}")
@@ -161,33 +198,52 @@ def _stored(event: _Stored | _StoredArray) -> BlocksStored:
         raise BatchUntranslatable(
             f"a store of {count} blocks of {event.block_size} tokens with {len(event.token_ids)} tokens"
         )
-    extra_keys = [_extra_keys(keys) for keys in event.extra_keys or ()]
-    if extra_keys and len(extra_keys) != count:
-        raise BatchUntranslatable(f"a store of {count} blocks with extra keys for {len(extra_keys)}")
-    lora = event.lora_name
-    if lora is None and event.lora_id is not None:
-        lora = f"lora_id={event.lora_id}"  # an adapter without its name: no request asks for this one
-    salt = event.cache_salt if isinstance(event, _Stored) else None
-    space = namespace(extra_keys, lora=lora, salt=salt, at_root=event.parent_block_hash is None)
+    lora, salt, extra_keys = _namespace(event, count)
+    token_ids = cast("tuple[Token | Pair, ...]", event.token_ids)
+    if token_ids and isinstance(token_ids[0], tuple):
+        pairs = cast("tuple[Pair, ...]", token_ids)
+        if any(pair[1] != after[0] for pair, after in pairwise(pairs)):
+            raise BatchUntranslatable("a store of pairs of tokens that do not follow one another")
+        nexts = [(bigram_key(pair[1]),) for pair in pairs[event.block_size - 1 :: event.block_size]]
+        before = extra_keys or ((),) * count
+        extra_keys = tuple((*keys, *own) for keys, own in zip(before, nexts, strict=True))
+        token_ids = tuple(pair[0] for pair in pairs)
     return BlocksStored(
-        block_hashes=tuple(map(_hash, event.block_hashes)),
-        parent_hash=None if event.parent_block_hash is None else _hash(event.parent_block_hash),
-        token_ids=event.token_ids,
+        block_hashes=_hashes(event.block_hashes),
+        parent_hash=None if event.parent_block_hash is None else _hashes((event.parent_block_hash,))[0],
+        token_ids=cast("tuple[int, ...]", token_ids),
         block_size=event.block_size,
-        tier=tier_of(event.medium),
-        lora=space.lora,
-        salt=space.salt,
-        extra_keys=space.extra_keys,
+        tier=tier,
+        lora=lora,
+        salt=salt,
+        extra_keys=extra_keys,
     )
 
 
-def _hash(wire: WireHash) -> EngineHash:
-    """Unsigned 64 bits of a signed or unsigned number, or of a digest's end."""
-    if isinstance(wire, int):
-        return EngineHash(wire % _HASHES)
-    if len(wire) < _HASH_BYTES:
-        raise BatchUntranslatable(f"a block hash of {len(wire)} bytes")
-    return EngineHash(int.from_bytes(wire[-_HASH_BYTES:], "big"))
+def _namespace(event: _Plain | _Paired, count: int) -> tuple[str | None, str | None, tuple[tuple[ExtraKey, ...], ...]]:
+    """LoRA, salt, and the rest of what went into the hash of each block."""
+    if event.extra_keys and len(event.extra_keys) != count:
+        raise BatchUntranslatable(f"a store of {count} blocks with extra keys for {len(event.extra_keys)}")
+    lora = event.lora_name
+    if lora is None and event.lora_id is not None:
+        lora = f"lora_id={event.lora_id}"  # an adapter without its name: no request asks for this one
+    if not event.extra_keys or not any(event.extra_keys):
+        return lora, event.cache_salt, ()
+    extra_keys = [_extra_keys(keys) for keys in event.extra_keys]
+    space = namespace(extra_keys, lora=lora, salt=event.cache_salt, at_root=event.parent_block_hash is None)
+    return space.lora, space.salt, space.extra_keys
+
+
+def _hashes(wire: tuple[WireHash, ...]) -> tuple[EngineHash, ...]:
+    """Unsigned 64 bits of signed or unsigned numbers, or of digests' ends."""
+    numbers = [one % _HASHES if isinstance(one, int) else _digest_end(one) for one in wire]
+    return cast("tuple[EngineHash, ...]", tuple(numbers))
+
+
+def _digest_end(digest: bytes) -> int:
+    if len(digest) < _HASH_BYTES:
+        raise BatchUntranslatable(f"a block hash of {len(digest)} bytes")
+    return int.from_bytes(digest[-_HASH_BYTES:], "big")
 
 
 def _extra_keys(keys: Sequence[Any] | None) -> tuple[ExtraKey, ...]:

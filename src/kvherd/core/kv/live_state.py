@@ -7,7 +7,7 @@ from typing import assert_never
 from kvherd.core.ids import EngineHash
 from kvherd.core.kv.events import BlocksRemoved, BlocksStored, CacheCleared, KvEvent, Tier
 from kvherd.core.kv.hashing import TOKEN_BYTES, token_bytes
-from kvherd.core.kv.retelling import PLAIN, Held, HeldBlock, Retelling
+from kvherd.core.kv.retelling import PLAIN, Held, HeldBlock, Retelling, as_store
 
 
 @dataclass(slots=True)
@@ -45,6 +45,13 @@ class LiveState:
     def retell(self, limit: int) -> Retelling:
         """Stores that make an empty state equal to this one of now, whatever happens to it later."""
         return Retelling(self._blocks.copy(), self._held.copy(), self.copies, self._widest, limit)
+
+    def find(self, block: EngineHash) -> BlocksStored | None:
+        """The store that would tell of one copy of `block`, or None if it is not held."""
+        if block not in self._blocks:
+            return None
+        parent, tokens = self._blocks[block]
+        return as_store([block], parent, [tokens], self._held.get(block, PLAIN))
 
     def _store(self, event: BlocksStored, *, capped: bool) -> None:
         blocks, size = self._blocks, event.block_size * TOKEN_BYTES

@@ -77,17 +77,23 @@ class CacheGroups:
     """Which cache groups of a hybrid model speak for prefixes, learned from what they store.
 
     A removal names its group but not its kind. It is left out only if the group is known not to count: removing too
-    much costs credit, removing too little would give wrong credit.
+    much costs credit, removing too little would give wrong credit. Where several groups of full attention keep the
+    same tokens, each under the same hash, a prefix is reused only if all do: the first to store speaks for all, and
+    what any of them removes is gone.
     """
 
     _left_out: set[int] = field(default_factory=set)
+    _speaker: int | None = None
 
     def stored(self, group: int | None, kind: str | None) -> bool | None:
         """Whether a store counts; None if that cannot be told."""
-        if kind is None:
-            return True if not group else None
-        if kind in FULL_ATTENTION_KINDS:
-            return True
+        if group in self._left_out:
+            return False
+        if kind is None and group:
+            return None
+        if kind is None or kind in FULL_ATTENTION_KINDS:
+            self._speaker = group if self._speaker is None else self._speaker
+            return group is None or group == self._speaker
         if group is not None:
             self._left_out.add(group)
         return False

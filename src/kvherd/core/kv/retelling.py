@@ -1,7 +1,7 @@
 """A state of many blocks as few stores, made when they are sent: a million blocks at once would take seconds."""
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from struct import unpack
 from typing import Final, NamedTuple, TypeAlias
@@ -119,14 +119,23 @@ class _Run:
         """The run as a store, if it has any block."""
         if not self.blocks:
             return ()
-        told = BlocksStored(
-            block_hashes=tuple(self.blocks),
-            parent_hash=self.parent,
-            token_ids=unpack(f"<{len(self.blocks) * self.size_bytes // TOKEN_BYTES}I", b"".join(self.tokens)),
-            block_size=self.size_bytes // TOKEN_BYTES,
-            tier=self.tier,
-            lora=self.held.lora,
-            salt=self.held.salt,
-            extra_keys=tuple(self.extra_keys) if any(self.extra_keys) else (),
-        )
-        return (told,)
+        told = as_store(self.blocks, self.parent, self.tokens, self.held)
+        keys = tuple(self.extra_keys) if any(self.extra_keys) else ()
+        return (replace(told, tier=self.tier, extra_keys=keys),)
+
+
+def as_store(
+    blocks: Sequence[EngineHash], parent: EngineHash | None, tokens: Sequence[bytes], held: Held
+) -> BlocksStored:
+    """A store of one copy of each of these blocks of one size; `held` has the extra keys of the first."""
+    size = len(tokens[0]) // TOKEN_BYTES
+    return BlocksStored(
+        block_hashes=tuple(blocks),
+        parent_hash=parent,
+        token_ids=unpack(f"<{size * len(blocks)}I", b"".join(tokens)),
+        block_size=size,
+        tier=held.tiers[0],
+        lora=held.lora,
+        salt=held.salt,
+        extra_keys=(held.extra_keys,) if held.extra_keys else (),
+    )

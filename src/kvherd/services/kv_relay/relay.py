@@ -167,7 +167,7 @@ class KvRelay:
     def _forward(self, line: _RankLine, frame: Frame) -> None:
         self.counts["frames"] += 1
         try:
-            batch = line.decoder.decode(frame.payload)
+            batch = line.decoder.decode(frame.payload, self._life.histories[line.rank].state)
         except FrameInvalid as error:
             self.counts["bad_batches"] += 1
             self._void(line, EpochEnded(f"rank {line.rank}, batch {frame.sequence}: {error}"), frame.sequence + 1)
