@@ -25,6 +25,7 @@ from kvherd.core.routing.policy import POLICY_NAMES
 from kvherd.ports.completions import Tokenizer
 from kvherd.ports.kv_feed import EventSource, KvFeed
 from kvherd.ports.worker import Worker
+from kvherd.services.gateway.chat import PathConfig
 from kvherd.services.gateway.fleet import FleetConfig, WorkerSpec
 from kvherd.services.gateway.gateway import Gateway, GatewayConfig
 from kvherd.services.kv_relay.direct import DirectKvFeed
@@ -51,6 +52,15 @@ def command(
     port: Annotated[int, typer.Option(help="Port for HTTP: OpenAI's API, orders, metrics.")] = 8080,
     grpc_port: Annotated[int, typer.Option(help="Port for gRPC: kvherd.gateway.v1.")] = 8081,
     admin_key: AdminKeyOption = None,
+    usage_sample: Annotated[
+        float,
+        typer.Option(
+            min=0.0,
+            max=1.0,
+            help="Share of streams that are asked for their usage though their client did not, to check predictions; "
+            "the client does not see it. 0 asks none.",
+        ),
+    ] = 0.05,
     max_retry_s: Annotated[
         float, typer.Option(min=0.25, help="Longest pause between two tries of a worker that cannot be reached.")
     ] = 5.0,
@@ -78,6 +88,7 @@ def command(
         policy=policy,
         admin_key=admin_key or None,
         fleet=FleetConfig(max_retry_s=max_retry_s),
+        path=PathConfig(usage_sample=usage_sample),
     )
     require_free(host, [port], option="--port")
     require_free(host, [grpc_port], option="--grpc-port")

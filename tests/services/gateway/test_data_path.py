@@ -3,7 +3,7 @@
 import asyncio
 import json
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
@@ -30,7 +30,7 @@ from kvherd.core.routing.candidate import KvKnowledge
 from kvherd.core.routing.policy import make_policy
 from kvherd.ports.completions import Tokenizer, Usage
 from kvherd.ports.kv_feed import KvFeed
-from kvherd.ports.worker import WorkerFacts, WorkerKind, WorkerLoad
+from kvherd.ports.worker import Call, Responder, WorkerFacts, WorkerKind, WorkerLoad
 from kvherd.services.gateway.audit import Audit
 from kvherd.services.gateway.chat import DataPath, PathConfig
 from kvherd.services.gateway.credit import Credit
@@ -122,7 +122,11 @@ class Herd:
 
 
 @asynccontextmanager
-async def herd(*workers: FakeWorker, policy: str = "kv", config: PathConfig | None = None) -> AsyncIterator[Herd]:
+async def herd(
+    *workers: FakeWorker, policy: str = "kv", config: PathConfig | None = None, dice: Iterable[float] = ()
+) -> AsyncIterator[Herd]:
+    """`dice` fall in this order, and 0 from then on; the policy throws them too, once a request."""
+    throws = iter(dice)
     known = {worker.id: worker for worker in workers}
     index = PrefixIndex(PrefixHasher(b"key"))
     quarantined: set[WorkerId] = set()
@@ -145,7 +149,7 @@ async def herd(*workers: FakeWorker, policy: str = "kv", config: PathConfig | No
         metrics=metrics,
         audit=Audit(entries, metrics, wall=lambda: 1_000.0),
         config=config,
-        dice=lambda: 0.0,
+        dice=lambda: next(throws, 0.0),
     )
     async with fleet:
         for worker in workers:
@@ -471,6 +475,71 @@ async def test_the_third_wrong_answer_has_the_worker_rebuilt_and_says_why(caplog
         await it.ask("hello world")
         assert it.entries.rebuilt.keys() == {ANN}
     assert any("is rebuilt from zero" in record.message for record in caplog.records)
+
+
+EVENT_STREAM = ((b"content-type", b"text/event-stream"), (b"content-length", b"999"))
+FINISH = b'data: {"choices":[{"finish_reason":"stop"}]}\n\n'
+EXTRA = b'data: {"choices":[],"usage":{"prompt_tokens":11,"completion_tokens":2}}\n\n'
+DONE = b"data: [DONE]\n\n"
+
+
+class Streaming(FakeWorker):
+    """Ends a stream with its usage if it is asked to, or `forced` to."""
+
+    forced = False
+
+    async def forward(self, call: Call, responder: Responder) -> None:
+        self.usage = Usage(11, 0, 2) if self.forced or b"include_usage" in call.body else None
+        self.chunks = (FINISH, EXTRA, DONE) if self.usage else (FINISH, DONE)
+        await super().forward(call, responder)
+
+
+def streaming(kind: WorkerKind = WorkerKind.VLLM_HTTP) -> Streaming:
+    return Streaming(ANN, facts=WorkerFacts(kind, ("m",), block_size=4), answer_headers=EVENT_STREAM)
+
+
+async def test_of_streams_that_ask_for_no_usage_some_are_asked_and_the_client_does_not_see_it() -> None:
+    async with herd(streaming(), config=PathConfig(usage_sample=0.5), dice=[0.0, 0.0, 0.5, 0.0, 0.49]) as it:
+        headers = ((b"accept-encoding", b"gzip"), (b"x-mine", b"1"))
+        sent = b'{"model":"m","prompt":"hello world","temperature": 1.0e0,"stream":true}'
+        answers = [await it.send(sent, headers=headers) for _ in range(3)]
+        unseen, refused, sampled = it.workers[ANN].calls
+        truth = it.member(ANN).truth
+        assert (truth.decided, truth.unavailable) == (1, 2)
+    assert [answer.body for answer in answers] == [FINISH + DONE] * 3
+    assert [answer.ended for answer in answers] == [True] * 3
+    assert unseen.body == refused.body == sent, "first it is seen what such a stream has by itself"
+    assert sampled.body == sent[:-1] + b',"stream_options":{"include_usage":true}}'
+    assert (list(unseen.headers), sampled.headers) == (list(headers), [(b"x-mine", b"1")])
+    assert ("content-length" in answers[0].headers, "content-length" in answers[2].headers) == (True, False)
+
+
+async def asked_of_streams(worker: Streaming, **more: object) -> list[bool]:
+    """Of three streams in turn, which were asked for their usage by the gateway."""
+    async with herd(worker, config=PathConfig(usage_sample=1.0)) as it:
+        for _ in range(3):
+            await it.ask(**{"stream": True, **more})  # type: ignore[arg-type]
+        return [b'"include_usage":true' in call.body for call in it.workers[ANN].calls]
+
+
+async def test_only_streams_whose_usage_could_decide_something_are_asked() -> None:
+    assert await asked_of_streams(streaming()) == [False, True, True]
+    assert not any(await asked_of_streams(streaming(), stream=False))
+    assert not any(await asked_of_streams(streaming(), n=2))
+    assert not any(await asked_of_streams(streaming(), stream_options={"include_usage": False}))
+    assert not any(await asked_of_streams(streaming(WorkerKind.OPENAI_HTTP))), "it may refuse what it does not know"
+    forced = streaming()
+    forced.forced = True
+    assert not any(await asked_of_streams(forced)), "its clients see the usage anyway"
+
+
+async def test_an_engine_that_reports_no_cached_tokens_is_not_asked_again() -> None:
+    worker = streaming()
+    async with herd(worker, config=PathConfig(usage_sample=1.0)) as it:
+        it.member(ANN).truth.used(None)
+        for _ in range(3):
+            await it.ask(stream=True)
+        assert not any(b"include_usage" in call.body for call in worker.calls)
 
 
 @pytest.mark.parametrize("policy", ["round_robin", "least_load", "power_of_two", "consistent_hash", "prefix_tree"])

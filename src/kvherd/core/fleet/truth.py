@@ -63,7 +63,8 @@ class Claim:
 class Truth:
     """Counts since the beginning, and the share of wrong predictions over the last 200 decided answers.
 
-    `tells` is whether the last usage told the cached tokens, None before the first; `hits_told`, whether any told some.
+    `tells` is whether the last usage told the cached tokens, None before the first; `hits_told`, whether any told some;
+    `tells_unasked`, whether a stream that was not asked to told its usage.
     """
 
     decided: int = 0
@@ -75,6 +76,7 @@ class Truth:
     rebuilds: int = 0
     tells: bool | None = None
     hits_told: bool = False
+    tells_unasked: bool | None = None
     last_wrong: WrongAnswer | None = None
     _window: deque[bool] = field(default_factory=lambda: deque(maxlen=WINDOW))
     _rebuilt_s: float | None = None
@@ -98,7 +100,7 @@ class Truth:
 
     def restarted(self) -> None:
         """Another process may tell otherwise."""
-        self.tells, self.hits_told = None, False
+        self.tells, self.hits_told, self.tells_unasked = None, False, None
 
     @property
     def undecided(self) -> int:

@@ -11,7 +11,7 @@ import json
 import logging
 import random
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvherd.core.errors import (
     CallerError,
@@ -39,6 +39,7 @@ from kvherd.services.gateway.fleet import Fleet
 from kvherd.services.gateway.metrics import GatewayMetrics
 from kvherd.services.gateway.prompts import EncodingCache, Prompt, read_prompt
 from kvherd.services.gateway.turn import Incoming, Turn
+from kvherd.services.gateway.usage_samples import UsageSamples, WithoutUsage, uncompressed
 from kvherd.services.gateway.witness import Witness
 from kvherd.wire.fleet_json import explanation_header
 from kvherd.wire.openai.routing import peek
@@ -54,10 +55,13 @@ STATEFUL_PATHS = frozenset({"/v1/responses"})
 
 @dataclass(frozen=True, slots=True)
 class PathConfig:
-    """`tries` counts the first. `first_byte_s` is how long a worker may take to begin its answer."""
+    """`tries` counts the first. `first_byte_s` is how long a worker may take to begin its answer. `usage_sample` is the
+    share of streams that are asked for their usage though their client did not.
+    """
 
     tries: int = 3
     first_byte_s: float = 600.0
+    usage_sample: float = 0.05
 
 
 class DataPath:
@@ -81,6 +85,7 @@ class DataPath:
         self._audit = audit
         self._config = config or PathConfig()
         self._dice = dice
+        self._samples = UsageSamples(self._config.usage_sample, metrics, dice=dice)
         self._encodings = EncodingCache()
         self._budget = RetryBudget()
         self._alive: set[RequestId] = set()
@@ -169,11 +174,12 @@ class DataPath:
         if turn.predicted is not None:
             alone = not turn.prompt.several and not turn.asked.branches
             turn.trial = self._audit.begin(member, turn.match, prompt_tokens=turn.prompt.tokens, alone=alone)
+        call, responder = self._edited(turn, member)
         self._credit.sent(turn.request, turn.prompt, member)
         try:
             async with asyncio.timeout(self._config.first_byte_s) as patience:
                 turn.witness.on_start = lambda: patience.reschedule(None)
-                await self._fleet.worker(member.worker).forward(self._call(turn, member), turn.witness)
+                await self._fleet.worker(member.worker).forward(call, responder)
         except TimeoutError:
             late = WorkerTimedOut(member.worker, self._config.first_byte_s)
             self._fleet.request_failed(member, late)
@@ -197,6 +203,15 @@ class DataPath:
             member.breaker.abandoned()  # it is well, and said no
         else:
             self._fleet.request_failed(member, error)
+
+    def _edited(self, turn: Turn, member: Member) -> tuple[Call, Responder]:
+        """What is sent to this worker, and what becomes of its answer on the way to the client."""
+        call = self._call(turn, member)
+        asking = self._samples.ask(turn, member, call.body)
+        turn.sampled = asking is not None
+        if asking is None:
+            return call, turn.witness
+        return replace(call, body=asking, headers=uncompressed(call.headers)), WithoutUsage(turn.witness)
 
     def _call(self, turn: Turn, member: Member) -> Call:
         incoming = turn.incoming
@@ -290,6 +305,7 @@ class DataPath:
     def _learn(self, turn: Turn, member: Member) -> None:
         """Truth and prefill rate from one complete answer."""
         cached = reported_cached(member, turn.usage)
+        self._samples.learn(turn, member)
         if turn.trial is not None:
             self._audit.answered(member, turn.trial, turn.usage, cached, now_s=self._now_s())
         if turn.predicted is not None:

@@ -53,6 +53,7 @@ class GatewayMetrics:
         )
         self._flushes = self._counter("flushes", "Outcomes of ordered flushes", "outcome")
         self._verdicts = self._counter("predictions", "Predictions of cached tokens, by what answers said", "verdict")
+        self._samples = self._counter("usage_samples", "Streams asked for their usage on the gateway's own account")
         self._rebuilds = self._counter("rebuilds", "Entries of the index rebuilt because predictions were wrong")
 
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
@@ -73,6 +74,9 @@ class GatewayMetrics:
 
     def judged(self, worker: WorkerId, verdict: Verdict) -> None:
         self._verdicts.labels(worker, verdict.value).inc()
+
+    def sampled(self, worker: WorkerId) -> None:
+        self._samples.labels(worker).inc()
 
     def rebuilt(self, worker: WorkerId) -> None:
         self._rebuilds.labels(worker).inc()

@@ -49,6 +49,8 @@ class Turn:
     member: Member | None = None
     match: Match = field(default_factory=Match)
     trial: Trial | None = None
+    sampled: bool = False
+    """The gateway asks for the usage, and the client does not."""
     sent_at_s: float = 0.0
     uncached: int = 0
     ahead_tokens: float = 0.0

@@ -7,7 +7,7 @@ from kvherd.wire.openai.body import body_not_json
 
 
 class Peek(msgspec.Struct, frozen=True):
-    """Fields of the body, with their defaults if absent or null. `messages` and `prompt` are undecoded JSON."""
+    """Fields of the body, with their defaults if absent or null; the last ones as undecoded JSON, empty if absent."""
 
     model: str | None = None
     stream: bool | None = None
@@ -19,6 +19,8 @@ class Peek(msgspec.Struct, frozen=True):
     user: str | None = None
     messages: msgspec.Raw = msgspec.Raw()
     prompt: msgspec.Raw = msgspec.Raw()
+    stream_options: msgspec.Raw = msgspec.Raw()
+    vllm_xargs: msgspec.Raw = msgspec.Raw()
 
     @property
     def branches(self) -> bool:

@@ -1,0 +1,60 @@
+"""Edits of a request body that leave every other byte of it as the client wrote it.
+
+Bodies are never written anew: duplicate keys, odd numbers and spacing reach the worker as they came. A body given here
+was read by `peek`, so it is one JSON object.
+"""
+
+import re
+from typing import Final
+
+import msgspec
+
+from kvherd.wire.openai.routing import Peek, peek
+
+_FULL_REPORT: Final = b'"kv_cache_report_mode":"full"'
+_MODE: Final = "kv_cache_report_mode"
+_EMPTY_OBJECT: Final = re.compile(rb"\{\s*\}")
+
+
+def with_usage(body: bytes, asked: Peek) -> bytes | None:
+    """Let a stream end with its usage. None if the client said anything about `stream_options` itself."""
+    if not asked.streams or bytes(asked.stream_options):
+        return None
+    return _with_member(body, b'"stream_options":{"include_usage":true}')
+
+
+def with_full_report(body: bytes, asked: Peek) -> bytes | None:
+    """Let vLLM tell the whole cached chain of the prompt anew. None if the client chose a mode itself, or has something
+    else than an object there.
+    """
+    own = bytes(asked.vllm_xargs)
+    if not own:
+        return _with_member(body, b'"vllm_xargs":{' + _FULL_REPORT + b"}")
+    if own == b"null" or _EMPTY_OBJECT.fullmatch(own):
+        return _with_value(body, b"vllm_xargs", own, b"{" + _FULL_REPORT + b"}")
+    try:
+        if _MODE in msgspec.json.decode(own, type=dict[str, msgspec.Raw]):
+            return None
+    except msgspec.MsgspecError:
+        return None
+    return _with_value(body, b"vllm_xargs", own, b"{" + _FULL_REPORT + b"," + own[1:])
+
+
+def _with_member(body: bytes, member: bytes) -> bytes:
+    """Add a member whose key the object lacks, at its end."""
+    end = body.rindex(b"}")
+    comma = b"" if _EMPTY_OBJECT.fullmatch(body.strip()) else b","
+    return body[:end] + comma + member + body[end:]
+
+
+def _with_value(body: bytes, key: bytes, old: bytes, new: bytes) -> bytes | None:
+    """Replace the value of a top-level member, given as it stands there.
+
+    A quote within a JSON string is escaped, so the key is found as a key only. That it is the one at the top, and not
+    one further inside, is seen by reading the result.
+    """
+    for found in reversed(list(re.finditer(rb'"%b"\s*:\s*(?=%b)' % (key, re.escape(old)), body))):
+        edited = body[: found.end()] + new + body[found.end() + len(old) :]
+        if bytes(peek(edited).vllm_xargs) == new:
+            return edited
+    return None
