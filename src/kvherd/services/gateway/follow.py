@@ -16,6 +16,7 @@ from typing import NoReturn, Self
 
 from kvherd.core.errors import OperatorError
 from kvherd.core.ids import PrefixHash, WorkerId
+from kvherd.core.kv.barrier import FlushBarrier
 from kvherd.core.kv.events import KvEventBatch
 from kvherd.core.kv.index import Holder, PrefixIndex
 from kvherd.core.kv.lag import Lag
@@ -85,7 +86,7 @@ class Followers:
         """Follow a worker; `model` is the name its prefixes are hashed under. One followed already starts over."""
         self.remove(worker)
         self.index.enrol(worker, model=model)
-        following = Following(worker, self.index, self._options.skew_s)
+        following = Following(worker, self.index, FlushBarrier(self._options.skew_s))
         follower = _Follower(following, feed, self._options, dice=self._dice, clock=self._clock, wall=self._wall)
         self._followers[worker] = follower
         self._tasks[worker] = self._group.create_task(follower.run(), name=f"follow {worker}")

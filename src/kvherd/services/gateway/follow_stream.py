@@ -1,11 +1,12 @@
 """What one worker's stream of KV events does to the index: cursors, snapshots, and the barrier after a flush."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import assert_never
 
 from kvherd.core.ids import Epoch, Rank, WorkerId
+from kvherd.core.kv.barrier import Current, FlushBarrier, Outdated, Unsure
 from kvherd.core.kv.cursor import Admitted, Missing, RankCursor, Repeated, Restarted
-from kvherd.core.kv.events import CacheCleared, KvEvent, KvEventBatch, SnapshotChunk
+from kvherd.core.kv.events import CacheCleared, KvEventBatch, SnapshotChunk
 from kvherd.core.kv.index import Holder, PrefixIndex
 from kvherd.core.kv.stream import EpochEnded, StreamBroken
 
@@ -18,12 +19,12 @@ class Gap(StreamBroken):
 class Following:
     """One worker's part of the index, and the place in its stream that it stands for.
 
-    Everything known is void after `forget`. `skew_s`: how much an engine host's clock may be ahead of ours.
+    Everything known is void after `forget`.
     """
 
     worker: WorkerId
     index: PrefixIndex
-    skew_s: float = 2.0
+    barrier: FlushBarrier = field(default_factory=FlushBarrier)
     epoch: Epoch | None = None
     told: int = 0
     """Batches admitted and snapshots completed: what a stream that makes progress adds to."""
@@ -32,11 +33,6 @@ class Following:
     """Ranks that may hold blocks nobody told of: the publisher did not see the whole of their life."""
     _chunks: dict[Rank, int] = field(default_factory=dict)
     """Ranks in the middle of a snapshot, and the part that is next."""
-    _barrier_s: float | None = None
-    """When the last flush was answered, by our clock: ranks that have not passed it since tell of what is gone."""
-    _passed: set[Rank] = field(default_factory=set)
-    _dropped: set[Rank] = field(default_factory=set)
-    _cleared_s: dict[Rank, float] = field(default_factory=dict)
 
     @property
     def cursors(self) -> dict[Rank, int]:
@@ -82,14 +78,11 @@ class Following:
     def flushed(self, *, ordered_s: float, answered_s: float) -> None:
         """A flush ordered at `ordered_s` was obeyed: nothing that was stored before it is held any more.
 
-        Ranks whose clear has come since are right already. The others are cleared now, and until their clear comes,
-        or a batch stamped later than `answered_s` by the engine's clock, their events are old ones, and dropped.
+        Ranks whose clear has come since are right already. The others are cleared now, and their events are dropped
+        for as long as they may be old ones.
         """
-        early = {rank for rank, cleared_s in self._cleared_s.items() if cleared_s >= ordered_s}
-        for rank in self.ranks - early:
+        for rank in self.barrier.flushed(self.ranks, ordered_s=ordered_s, answered_s=answered_s):
             self._clear(rank)
-        self._barrier_s, self._passed = answered_s, early
-        self._dropped.clear()
 
     def _take_chunk(self, chunk: SnapshotChunk) -> None:
         rank = chunk.batch.rank
@@ -100,8 +93,8 @@ class Following:
         elif self._chunks.get(rank) != chunk.index:
             raise EpochEnded(f"part {chunk.index} of a snapshot came out of turn")
         self._chunks[rank] = chunk.index + 1
-        if self._behind_barrier(rank):
-            self._dropped.add(rank)
+        if self.barrier.holds_back(rank):
+            self.barrier.drop(rank)
         else:
             self.index.apply(Holder(self.worker, rank), chunk.batch)
             if chunk.unknown_before:  # after it: the clear that a snapshot begins with is not the engine's
@@ -129,31 +122,19 @@ class Following:
     def _apply(self, batch: KvEventBatch, now_s: float) -> None:
         holder = Holder(self.worker, batch.rank)
         if any(isinstance(event, CacheCleared) for event in batch.events):
-            self._cleared_s[batch.rank] = now_s
             self._incomplete.discard(batch.rank)
-        if self._behind_barrier(batch.rank):
-            self._pass_barrier(holder, batch)
-        else:
-            self.index.apply(holder, batch)
-
-    def _pass_barrier(self, holder: Holder, batch: KvEventBatch) -> None:
-        assert self._barrier_s is not None
-        since = list(_since_clear(batch.events))
-        if since:
-            self._passed.add(holder.rank)
-            self.index.apply_events(holder, since)
-        elif batch.timestamp_s <= self._barrier_s + self.skew_s:
-            self._dropped.add(holder.rank)
-        else:
-            self._passed.add(holder.rank)
-            if holder.rank in self._dropped:
+        match self.barrier.judge(batch, now_s=now_s):
+            case Current(events, anew):
+                if anew:
+                    self._incomplete.discard(batch.rank)  # obeyed, and nothing was stored between
+                    self._clear(batch.rank)
+                self.index.apply_events(holder, events)
+            case Outdated():
+                pass
+            case Unsure():
                 raise EpochEnded("events around a flush were dropped, and what is held must be told again")
-            self._incomplete.discard(holder.rank)  # obeyed, and nothing was stored between
-            self._clear(holder.rank)
-            self.index.apply(holder, batch)
-
-    def _behind_barrier(self, rank: Rank) -> bool:
-        return self._barrier_s is not None and rank not in self._passed
+            case verdict:
+                assert_never(verdict)
 
     def _clear(self, rank: Rank) -> None:
         holder = Holder(self.worker, rank)
@@ -166,10 +147,3 @@ class Following:
         for rank in self._chunks:
             self.index.clear(Holder(self.worker, rank))
         self._chunks.clear()
-
-
-def _since_clear(events: tuple[KvEvent, ...]) -> Iterator[KvEvent]:
-    """The last clear of a batch and what follows it; nothing if there is none."""
-    last = max((number for number, event in enumerate(events) if isinstance(event, CacheCleared)), default=None)
-    if last is not None:
-        yield from events[last:]

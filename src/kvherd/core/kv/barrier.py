@@ -1,0 +1,78 @@
+"""Which of a worker's KV events still tell of what an obeyed flush wiped out.
+
+Events of before a flush may come after its answer: they were on their way. So from the answer on, a rank's events are
+out of date until its clear comes, or a batch that its engine stamped later. A rank whose clear came between the order
+and the answer is right already, and is not held back. vLLM and SGLang publish their clear with their next step only,
+first in its batch; kvherd's engine publishes it at once.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from kvherd.core.ids import Rank
+from kvherd.core.kv.events import CacheCleared, KvEvent, KvEventBatch
+
+
+@dataclass(frozen=True, slots=True)
+class Current:
+    """These events hold. `anew`: beside them the rank holds nothing, whatever was told before."""
+
+    events: tuple[KvEvent, ...]
+    anew: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Outdated:
+    """The events are of before the flush: drop them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Unsure:
+    """The events hold, but those dropped since the answer may have held too: what the rank holds is not known."""
+
+
+Verdict = Current | Outdated | Unsure
+
+
+@dataclass(slots=True)
+class FlushBarrier:
+    """One for all ranks of a worker. `skew_s`: how much the engine host's clock may be ahead of ours."""
+
+    skew_s: float = 2.0
+    _answered_s: float | None = None
+    """When the last flush was answered, by our wall clock; None: there was none."""
+    _passed: set[Rank] = field(default_factory=set)
+    _dropped: set[Rank] = field(default_factory=set)
+    _cleared_s: dict[Rank, float] = field(default_factory=dict)
+
+    def flushed(self, ranks: Iterable[Rank], *, ordered_s: float, answered_s: float) -> set[Rank]:
+        """A flush was obeyed; those of `ranks` whose clear did not come since the order hold nothing from now on.
+
+        `ordered_s` is of the clock of `judge`, `answered_s` of the wall clock.
+        """
+        early = {rank for rank, cleared_s in self._cleared_s.items() if cleared_s >= ordered_s}
+        self._answered_s, self._passed = answered_s, early
+        self._dropped.clear()
+        return set(ranks) - early
+
+    def holds_back(self, rank: Rank) -> bool:
+        return self._answered_s is not None and rank not in self._passed
+
+    def drop(self, rank: Rank) -> None:
+        """What the rank holds was told while it was held back, and was not taken."""
+        self._dropped.add(rank)
+
+    def judge(self, batch: KvEventBatch, *, now_s: float) -> Verdict:
+        clears = [number for number, event in enumerate(batch.events) if isinstance(event, CacheCleared)]
+        if clears:
+            self._cleared_s[batch.rank] = now_s
+        if self._answered_s is None or batch.rank in self._passed:
+            return Current(batch.events)
+        if clears:
+            self._passed.add(batch.rank)
+            return Current(batch.events[clears[-1] :])
+        if batch.timestamp_s <= self._answered_s + self.skew_s:
+            self._dropped.add(batch.rank)
+            return Outdated()
+        self._passed.add(batch.rank)
+        return Unsure() if batch.rank in self._dropped else Current(batch.events, anew=True)
