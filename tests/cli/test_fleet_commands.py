@@ -33,6 +33,7 @@ BOB: dict[str, Any] = {
     "kv": None,
 }
 CAT: dict[str, Any] = ANN | {"kv": {"state": "quarantined", "blocks": 0, "reason": "a gap"}}
+DAN: dict[str, Any] = ANN | {"kv": {"state": "live", "blocks": 3, "complete": False}}
 
 Says = Callable[[int, object], str]
 
@@ -104,6 +105,13 @@ def test_a_cache_that_is_not_known_is_shown_with_its_reason(
 ) -> None:
     assert run("workers", "--gateway", gateway_that_says(200, {"workers": [CAT]})) == 0
     assert "quarantined: a gap" in capsys.readouterr().out
+
+
+def test_a_worker_that_may_hold_more_than_was_told_is_shown_as_incomplete(
+    gateway_that_says: Says, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run("workers", "--gateway", gateway_that_says(200, {"workers": [DAN]})) == 0
+    assert "live, incomplete" in capsys.readouterr().out
 
 
 def test_a_program_gets_the_gateway_s_own_json(gateway_that_says: Says, capsys: pytest.CaptureFixture[str]) -> None:

@@ -28,6 +28,7 @@ from kvherd.ports.worker import Worker
 from kvherd.services.gateway.chat import PathConfig
 from kvherd.services.gateway.fleet import FleetConfig, WorkerSpec
 from kvherd.services.gateway.gateway import Gateway, GatewayConfig
+from kvherd.services.gateway.heal import HealMode
 from kvherd.services.kv_relay.direct import DirectKvFeed
 
 TOKENIZER_DEADLINE_S = 30.0
@@ -61,6 +62,13 @@ def command(
             "the client does not see it. 0 asks none.",
         ),
     ] = 0.05,
+    heal: Annotated[
+        HealMode,
+        typer.Option(
+            help="What brings credit back to workers that may hold blocks nobody told of: `report` has vLLM tell the "
+            "cached chain of prompts again, `flush` clears such workers of any kind when they are idle, `off` waits."
+        ),
+    ] = HealMode.REPORT,
     max_retry_s: Annotated[
         float, typer.Option(min=0.25, help="Longest pause between two tries of a worker that cannot be reached.")
     ] = 5.0,
@@ -88,7 +96,7 @@ def command(
         policy=policy,
         admin_key=admin_key or None,
         fleet=FleetConfig(max_retry_s=max_retry_s),
-        path=PathConfig(usage_sample=usage_sample),
+        path=PathConfig(usage_sample=usage_sample, heal=heal),
     )
     require_free(host, [port], option="--port")
     require_free(host, [grpc_port], option="--grpc-port")

@@ -25,9 +25,9 @@ def command(
     """List the workers of a gateway: kind, state, load, and what is known of their KV caches.
 
     KV is `live` when the gateway follows the worker's KV events, so that its cached blocks count in routing;
-    otherwise it names why they do not. LAG MS is how long its events take to get here: the last ones, and the worst of
-    the last minute. TRUTH is how often predicted and reported cached tokens were compared, and how often they differed
-    of late; `kvherd audit` has more of it.
+    otherwise it names why they do not; `incomplete` if it may hold blocks that nobody told of. LAG MS is how long its
+    events take to get here: the last ones, and the worst of the last minute. TRUTH is how often predicted and reported
+    cached tokens were compared, and how often they differed of late; `kvherd audit` has more of it.
 
     Exit code 0 if every worker is up, 1 if some are not or there is none, 3 if no gateway answers.
     """
@@ -48,6 +48,8 @@ def _row(worker: dict[str, Any]) -> list[object]:
     told = f"{kv.get('state')}: {kv['reason']}" if kv.get("reason") else kv.get("state")
     models = ", ".join(worker.get("models") or ())
     first, last = ("url", "kind"), ("state", "running", "waiting")
+    if kv.get("complete") is False:
+        told = f"{told}, incomplete"
     epoch = (kv.get("epoch") or "")[:SHOWN_OF_EPOCH]
     lag = "/".join(f"{kv[name] * 1000:.1f}" for name in ("lag_s", "worst_lag_s") if kv.get(name) is not None)
     return [

@@ -18,7 +18,7 @@ _MOST_EXPLAINED = 16
 @dataclass(frozen=True, slots=True)
 class KvView:
     """What is known of a worker's KV cache: the follower's state, credited blocks, the publisher's life, and how late
-    its events came here: the last, and the worst of the last minute.
+    its events came here: the last, and the worst of the last minute. Not `complete`: it may hold blocks nobody told of.
     """
 
     state: str
@@ -27,6 +27,7 @@ class KvView:
     reason: str = ""
     lag_s: float | None = None
     worst_lag_s: float | None = None
+    complete: bool = True
 
 
 def flush_report(report: FanoutReport) -> Json:
@@ -86,6 +87,8 @@ def worker_entry(member: Member, kv: KvView, now_s: float) -> Json:
             "reason": kv.reason,
             "lag_s": _rounded(kv.lag_s),
             "worst_lag_s": _rounded(kv.worst_lag_s),
+            "complete": kv.complete,
+            "healings": member.healings,
         },
         "truth": _truth(member),
     }

@@ -98,6 +98,8 @@ async def test_workers_are_listed_with_all_that_is_known_of_them() -> None:
         "reason": "",
         "lag_s": 0.0025,
         "worst_lag_s": 0.5,
+        "complete": True,
+        "healings": 0,
     }
     assert (one["breaker"], one["truth"]["available"]) == ("closed", False)
 

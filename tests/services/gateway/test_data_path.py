@@ -35,6 +35,7 @@ from kvherd.services.gateway.audit import Audit
 from kvherd.services.gateway.chat import DataPath, PathConfig
 from kvherd.services.gateway.credit import Credit
 from kvherd.services.gateway.fleet import Fleet, WorkerSpec
+from kvherd.services.gateway.heal import HealMode
 from kvherd.services.gateway.metrics import GatewayMetrics
 from kvherd.services.gateway.relay.edge import DataRequest
 from kvherd.testing.tokenizer import ByteTokenizer
@@ -89,6 +90,7 @@ class Herd:
     index: PrefixIndex
     workers: dict[WorkerId, FakeWorker]
     quarantined: set[WorkerId]
+    incomplete: set[WorkerId]
     entries: FakeEntries
 
     async def ask(self, prompt: str = "hello world", **more: object) -> FakeResponder:
@@ -130,7 +132,12 @@ async def herd(
     known = {worker.id: worker for worker in workers}
     index = PrefixIndex(PrefixHasher(b"key"))
     quarantined: set[WorkerId] = set()
-    credit = Credit(index, lambda worker: KvKnowledge.QUARANTINED if worker in quarantined else KvKnowledge.KNOWN)
+    incomplete: set[WorkerId] = set()
+    credit = Credit(
+        index,
+        lambda worker: KvKnowledge.QUARANTINED if worker in quarantined else KvKnowledge.KNOWN,
+        lambda worker: worker in incomplete,
+    )
 
     async def tokenizer(_: str) -> Tokenizer:
         return ByteTokenizer()
@@ -148,6 +155,7 @@ async def herd(
         credit=credit,
         metrics=metrics,
         audit=Audit(entries, metrics, wall=lambda: 1_000.0),
+        incomplete=lambda worker: worker in incomplete,
         config=config,
         dice=lambda: next(throws, 0.0),
     )
@@ -156,7 +164,7 @@ async def herd(
             fleet.add(WorkerSpec(worker.id))
             index.enrol(worker.id, model="m")
         await asyncio.sleep(0.1)
-        yield Herd(path, fleet, index, known, quarantined, entries)
+        yield Herd(path, fleet, index, known, quarantined, incomplete, entries)
 
 
 def fake(worker: WorkerId, **acts: object) -> FakeWorker:
@@ -540,6 +548,74 @@ async def test_an_engine_that_reports_no_cached_tokens_is_not_asked_again() -> N
         for _ in range(3):
             await it.ask(stream=True)
         assert not any(b"include_usage" in call.body for call in worker.calls)
+
+
+FULL = b',"vllm_xargs":{"kv_cache_report_mode":"full"}}'
+
+
+def vllm(**acts: object) -> FakeWorker:
+    facts = WorkerFacts(WorkerKind.VLLM_HTTP, ("m",), block_size=4)
+    return FakeWorker(ANN, facts=facts, **acts)  # type: ignore[arg-type]
+
+
+async def test_a_vllm_that_may_hold_untold_blocks_is_asked_to_tell_the_chains_that_are_not_known() -> None:
+    async with herd(vllm()) as it:
+        body = b'{"model":"m","prompt":"hello world"}'
+        await it.send(body)
+        it.incomplete.add(ANN)
+        it.store(ANN, "hello")
+        await it.send(body)
+        it.store(ANN, "hello wo")
+        await it.send(body)
+        whole, healed, known = [call.body for call in it.workers[ANN].calls]
+        assert (whole, healed, known) == (body, body[:-1] + FULL, body)
+        assert it.member(ANN).healings == 1
+
+
+@pytest.mark.parametrize("mode", [HealMode.OFF, HealMode.FLUSH])
+async def test_nobody_is_asked_to_tell_where_an_operator_chose_otherwise(mode: HealMode) -> None:
+    async with herd(vllm(), config=PathConfig(heal=mode)) as it:
+        it.incomplete.add(ANN)
+        await it.ask("hello world")
+        assert b"vllm_xargs" not in it.workers[ANN].calls[0].body
+
+
+async def test_only_a_vllm_whose_stream_is_live_is_asked_to_tell() -> None:
+    async with herd(fake(ANN)) as it:
+        it.incomplete.add(ANN)
+        await it.ask("hello world")
+        assert b"vllm_xargs" not in it.workers[ANN].calls[0].body, "SGLang knows no such thing"
+    async with herd(vllm()) as it:
+        it.incomplete.add(ANN)
+        it.quarantined.add(ANN)
+        await it.ask("hello world")
+        assert b"vllm_xargs" not in it.workers[ANN].calls[0].body, "what it tells is lost"
+
+
+async def test_of_a_worker_that_may_hold_untold_blocks_more_than_was_predicted_is_no_error_and_less_is() -> None:
+    async with herd(vllm(usage=Usage(11, 8, 2))) as it:
+        it.incomplete.add(ANN)
+        it.store(ANN, "hello")
+        await it.ask("hello world")
+        truth = it.member(ANN).truth
+        assert (truth.undecided_by, truth.wrong) == ({"incomplete": 1}, 0)
+        it.workers[ANN].usage = Usage(11, 0, 2)
+        await it.ask("hello world")
+        assert (truth.decided, truth.wrong) == (1, 1)
+
+
+async def test_a_stream_may_be_asked_for_both_and_the_client_s_own_fields_stay() -> None:
+    worker = streaming()
+    async with herd(worker, config=PathConfig(usage_sample=1.0)) as it:
+        it.incomplete.add(ANN)
+        sent = b'{"model":"m","prompt":"hello world", "stream" :true, "vllm_xargs": { "a": 1 }}'
+        await it.send(sent)
+        answer = await it.send(sent)
+    assert worker.calls[1].body == (
+        b'{"model":"m","prompt":"hello world", "stream" :true, "vllm_xargs": {"kv_cache_report_mode":"full", "a": 1 }'
+        b',"stream_options":{"include_usage":true}}'
+    )
+    assert answer.body == FINISH + DONE
 
 
 @pytest.mark.parametrize("policy", ["round_robin", "least_load", "power_of_two", "consistent_hash", "prefix_tree"])

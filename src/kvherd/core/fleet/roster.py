@@ -64,6 +64,8 @@ class Member:
     in_flight: dict[RequestId, int] = field(default_factory=dict)
     requests_total: int = 0
     failures_total: int = 0
+    healings: int = 0
+    """Requests that asked it for a full report, and flushes, since it may hold blocks that nobody told of."""
     health: HealthJudge = field(default_factory=HealthJudge)
     breaker: Breaker = field(default_factory=Breaker)
     rate: PrefillRate = field(default_factory=PrefillRate)

@@ -36,6 +36,7 @@ from kvherd.ports.worker import Call, Responder
 from kvherd.services.gateway.audit import Audit, reported_cached
 from kvherd.services.gateway.credit import Credit, Match
 from kvherd.services.gateway.fleet import Fleet
+from kvherd.services.gateway.heal import FullReports, HealMode, Incomplete
 from kvherd.services.gateway.metrics import GatewayMetrics
 from kvherd.services.gateway.prompts import EncodingCache, Prompt, read_prompt
 from kvherd.services.gateway.turn import Incoming, Turn
@@ -56,12 +57,14 @@ STATEFUL_PATHS = frozenset({"/v1/responses"})
 @dataclass(frozen=True, slots=True)
 class PathConfig:
     """`tries` counts the first. `first_byte_s` is how long a worker may take to begin its answer. `usage_sample` is the
-    share of streams that are asked for their usage though their client did not.
+    share of streams that are asked for their usage though their client did not. `heal`: what brings credit back to
+    workers that may hold blocks nobody told of.
     """
 
     tries: int = 3
     first_byte_s: float = 600.0
     usage_sample: float = 0.05
+    heal: HealMode = HealMode.REPORT
 
 
 class DataPath:
@@ -75,6 +78,7 @@ class DataPath:
         credit: Credit,
         metrics: GatewayMetrics,
         audit: Audit,
+        incomplete: Incomplete = lambda _: False,
         config: PathConfig | None = None,
         dice: Callable[[], float] = random.random,
     ) -> None:
@@ -85,6 +89,7 @@ class DataPath:
         self._audit = audit
         self._config = config or PathConfig()
         self._dice = dice
+        self._reports = FullReports(self._config.heal, incomplete, metrics)
         self._samples = UsageSamples(self._config.usage_sample, metrics, dice=dice)
         self._encodings = EncodingCache()
         self._budget = RetryBudget()
@@ -207,11 +212,14 @@ class DataPath:
     def _edited(self, turn: Turn, member: Member) -> tuple[Call, Responder]:
         """What is sent to this worker, and what becomes of its answer on the way to the client."""
         call = self._call(turn, member)
-        asking = self._samples.ask(turn, member, call.body)
-        turn.sampled = asking is not None
-        if asking is None:
+        reporting = self._reports.ask(turn, member, call.body)
+        if reporting is not None:
+            call = replace(call, body=reporting)
+        sampling = self._samples.ask(turn, member, call.body)
+        turn.sampled = sampling is not None
+        if sampling is None:
             return call, turn.witness
-        return replace(call, body=asking, headers=uncompressed(call.headers)), WithoutUsage(turn.witness)
+        return replace(call, body=sampling, headers=uncompressed(call.headers)), WithoutUsage(turn.witness)
 
     def _call(self, turn: Turn, member: Member) -> Call:
         incoming = turn.incoming

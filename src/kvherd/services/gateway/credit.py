@@ -17,19 +17,29 @@ USUAL_BLOCK = 16
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """`exact` False: at least so many tokens are held there, and there may be more."""
+    """`exact` False: at least so many tokens are held there, and there may be more. `whole`: all of the prompt that can
+    be cached is.
+    """
 
     tokens: int = 0
     kv: KvKnowledge = KvKnowledge.UNTOLD
     exact: bool = True
+    whole: bool = False
 
 
 class Credit:
     """Joins the index, the blocks on their way, and the memory of what was sent to workers that tell nothing."""
 
-    def __init__(self, index: PrefixIndex, knowledge: Callable[[WorkerId], KvKnowledge]) -> None:
+    def __init__(
+        self,
+        index: PrefixIndex,
+        knowledge: Callable[[WorkerId], KvKnowledge],
+        incomplete: Callable[[WorkerId], bool] = lambda _: False,
+    ) -> None:
+        """`incomplete` says whether a worker may hold blocks that nobody told of."""
         self._index = index
         self._knowledge = knowledge
+        self._incomplete = incomplete
         self._coming = OptimisticBlocks()
         self._memory = PrefixMemory()
 
@@ -67,7 +77,12 @@ class Credit:
         held = self._coming.extend(member.worker, chain, min(by_rank))
         # The last token is always computed: its logits are the answer's first.
         most = (prompt.tokens - 1) // member.block_size if member.block_size else 0
-        return Match(max(0, min(held, most)) * member.block_size, kv, exact=len(set(by_rank)) == 1)
+        return Match(
+            max(0, min(held, most)) * member.block_size,
+            kv,
+            exact=len(set(by_rank)) == 1 and not self._incomplete(member.worker),
+            whole=held >= most,
+        )
 
     def _chain(self, prompt: Prompt, member: Member) -> Sequence[PrefixHash]:
         return prompt.chain(self._index.hasher, _namespace(member), member.block_size)

@@ -150,6 +150,7 @@ class Followers:
             follower.reason,
             lag_s=follower.lag.last_s,
             worst_lag_s=follower.lag.worst_s(self._clock()),
+            complete=not follower.following.incomplete,
         )
 
     def lag_s(self, worker: WorkerId) -> float | None:

@@ -27,6 +27,7 @@ from kvherd.services.gateway.fleet import (
 )
 from kvherd.services.gateway.follow import Followers
 from kvherd.services.gateway.grpc import GatewayGrpc
+from kvherd.services.gateway.heal import HealMode, IdleFlushes
 from kvherd.services.gateway.metrics import GatewayMetrics
 from kvherd.services.gateway.relay.edge import RelayLimits
 from kvherd.services.gateway.relay.server import RelayServer
@@ -98,7 +99,7 @@ class Gateway:
         followers = await self._followers(index).__aenter__()
         # Not entered on the stack: given an error, a task group would wrap it, and a port in use would be a group.
         stack.push_async_callback(followers.__aexit__, None, None, None)
-        credit = Credit(index, followers.knowledge)
+        credit = Credit(index, followers.knowledge, followers.incomplete)
         fleet = await stack.enter_async_context(
             Fleet(
                 worker_factory=self._worker_factory,
@@ -118,11 +119,19 @@ class Gateway:
         metrics.watch(fleet.roster, followers.view, asyncio.get_running_loop().time)
         audit = Audit(followers, metrics)
         path = DataPath(
-            fleet=fleet, policy=self._policy, credit=credit, metrics=metrics, audit=audit, config=config.path
+            fleet=fleet,
+            policy=self._policy,
+            credit=credit,
+            metrics=metrics,
+            audit=audit,
+            incomplete=followers.incomplete,
+            config=config.path,
         )
         app = build_app(console, policy=config.policy)
         for spec in config.workers:
             fleet.add(spec)
+        if config.path.heal is HealMode.FLUSH:
+            await stack.enter_async_context(IdleFlushes(fleet, followers.incomplete, flushed, metrics))
         self._grpc = await stack.enter_async_context(GatewayGrpc(console, host=config.host, port=config.grpc_port))
         relay = RelayServer(path, app, host=config.host, port=config.port, limits=config.limits)
         self._relay = await stack.enter_async_context(relay)

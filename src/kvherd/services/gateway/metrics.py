@@ -54,6 +54,7 @@ class GatewayMetrics:
         self._flushes = self._counter("flushes", "Outcomes of ordered flushes", "outcome")
         self._verdicts = self._counter("predictions", "Predictions of cached tokens, by what answers said", "verdict")
         self._samples = self._counter("usage_samples", "Streams asked for their usage on the gateway's own account")
+        self._healings = self._counter("healings", "Full reports asked for, and flushes, of incomplete workers", "how")
         self._rebuilds = self._counter("rebuilds", "Entries of the index rebuilt because predictions were wrong")
 
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
@@ -77,6 +78,9 @@ class GatewayMetrics:
 
     def sampled(self, worker: WorkerId) -> None:
         self._samples.labels(worker).inc()
+
+    def healed(self, worker: WorkerId, how: str) -> None:
+        self._healings.labels(worker, how).inc()
 
     def rebuilt(self, worker: WorkerId) -> None:
         self._rebuilds.labels(worker).inc()
@@ -137,6 +141,11 @@ class _FleetCollector(Collector):
                 "kvherd_worker_prefill_tokens_per_second",
                 "Its prefill rate as learned",
                 lambda one: one.rate.at(now_s),
+            ),
+            (
+                "kvherd_worker_kv_incomplete",
+                "1 if it may hold blocks that nobody told of",
+                lambda one: float(not self._kv(one.worker).complete),
             ),
             ("kvherd_worker_kv_blocks", "Blocks it is credited with", lambda one: self._kv(one.worker).blocks),
             (
