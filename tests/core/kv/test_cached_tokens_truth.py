@@ -8,6 +8,7 @@ import pytest
 
 from kvherd.testing.recorded_life import RecordedLife
 from kvherd.testing.recordings import read_recording
+from kvherd.wire.vllm_kv import decode_batch
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
 VLLM_BLOCK = 32
@@ -76,3 +77,10 @@ def test_sglangs_salted_blocks_are_credited_to_their_salt_only() -> None:
         prompt = request["prompt_token_ids"]
         assert life.predict(prompt, block_size=16, salt=request.get("cache_salt")) == request["cached"]
         assert life.predict(prompt, block_size=16, salt="another") == 0
+
+
+def test_no_event_of_sglang_tells_an_extra_key() -> None:
+    """Why the gateway gives requests with one no credit: their blocks cannot be told from the plain ones."""
+    recorded = read_recording(FIXTURES / "sglang-0.5.23" / "namespaces.bin")
+    plain, _, keyed, _ = (decode_batch(message.payload).events for message in recorded)
+    assert plain == keyed

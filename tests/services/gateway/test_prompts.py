@@ -65,6 +65,12 @@ async def test_a_salt_keeps_prefixes_apart() -> None:
     assert salted.chain(hasher, "m", 4) == prefix_chain(list(b"hello"), block_size=4, model="m", salt="mine", key=KEY)
 
 
+@pytest.mark.parametrize(("extra_key", "told"), [("mine", False), (["a"], False), (None, True)])
+async def test_a_namespace_that_no_event_tells_gets_no_credit(extra_key: object, told: bool) -> None:
+    prompt = await read("/v1/completions", {"model": "m", "prompt": "hello", "extra_key": extra_key})
+    assert (prompt.token_ids is not None) == told
+
+
 async def test_a_turn_that_was_encoded_before_is_not_encoded_again() -> None:
     cache, tokenizer = EncodingCache(), ByteTokenizer()
     await cache.encode(tokenizer, "<|im_start|>user\none<|im_end|>\n")

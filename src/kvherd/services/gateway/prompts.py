@@ -143,8 +143,8 @@ async def read_prompt(
     Raises nothing for a body that it cannot read in full: the worker knows more dialects, and says what is wrong.
     """
     prompt = Prompt(_text_of(path, body, peeked), salt=peeked.cache_salt)
-    if tokenizer is None:
-        return prompt
+    if tokenizer is None or bytes(peeked.extra_key) not in (b"", b"null"):
+        return prompt  # no event tells of an `extra_key`, so nothing is known of what is held under it
     try:
         if path == "/v1/chat/completions":
             prompt.token_ids = await _encode_chat(decode_chat(body), tokenizer, cache)
