@@ -26,7 +26,7 @@ from kvherd.core.errors import (
     WorkerUnsupported,
 )
 from kvherd.core.ids import RequestId, WorkerId
-from kvherd.ports.worker import Call, RankOutcome, WorkerKind
+from kvherd.ports.worker import NOT_HELD, Call, RankOutcome, WorkerKind
 from kvherd.testing.sglang_engine import EngineScript, ScriptedSglang, serving
 from kvherd.testing.workers import FakeResponder
 
@@ -364,6 +364,12 @@ async def test_a_flush_that_waited_in_vain_is_an_answer_with_the_engines_own_wor
         answer = await worker.flush(timeout_s=1.0)
     assert (answer.done, answer.timed_out) == (False, True)
     assert answer.message
+
+
+async def test_an_engine_that_is_not_ours_says_that_it_holds_nothing() -> None:
+    async with worker_before(EngineScript()) as worker:
+        assert NOT_HELD in (await worker.flush(timeout_s=1.0, hold=True)).message
+        assert NOT_HELD not in (await worker.flush(timeout_s=1.0)).message
 
 
 async def test_a_flush_that_stalls_is_on_its_way_and_ends_at_the_callers_deadline() -> None:

@@ -22,7 +22,7 @@ from kvherd.core.errors import (
 )
 from kvherd.core.ids import RequestId, WorkerId
 from kvherd.ports.completions import Usage
-from kvherd.ports.worker import Call, FlushAnswer, RankOutcome, WorkerKind, WorkerLoad
+from kvherd.ports.worker import NOT_HELD, Call, FlushAnswer, RankOutcome, WorkerKind, WorkerLoad
 from kvherd.testing.raw_http import SSE_HEAD, RawRequest, RawServer, Script, chunk, json_answer, until
 from kvherd.testing.workers import FakeResponder
 
@@ -574,6 +574,18 @@ async def test_sglang_is_flushed_by_its_route_and_may_refuse() -> None:
         )
         with pytest.raises(WorkerUnsupported, match="no /flush_cache"):
             await worker.flush(timeout_s=9)
+
+
+async def test_only_kvherd_is_told_to_hold_new_requests_and_the_others_say_that_they_do_not() -> None:
+    held = KVHERD | {"POST /flush_cache?timeout=3&hold=1": json_answer(b'{"success": true, "message": "cleared"}')}
+    async with RawServer(paths(held)) as server, worker_at(server.url) as worker:
+        assert await worker.flush(timeout_s=3, hold=True) == FlushAnswer(done=True, message="cleared")
+    async with RawServer(paths(SGLANG)) as server, worker_at(server.url) as worker:
+        answer = await worker.flush(timeout_s=0, hold=True)
+        assert answer == FlushAnswer(done=True, message=f"Cache flushed.; {NOT_HELD}")
+    reset = VLLM | {"POST /reset_prefix_cache": json_answer(recorded("reset_done.json"))}
+    async with RawServer(paths(reset)) as server, worker_at(server.url) as worker:
+        assert NOT_HELD in (await worker.flush(timeout_s=0, hold=True)).message
 
 
 async def test_vllm_is_asked_until_it_could() -> None:

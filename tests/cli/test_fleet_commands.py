@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from kvherd.cli.main import main
+from kvherd.cli.watching import busy_line
 
 pytestmark = pytest.mark.net
 
@@ -138,6 +139,20 @@ AUDITED: dict[str, Any] = {
     "advice": "",
 }
 SILENT: dict[str, Any] = {"url": "http://b", "advice": "start it with --enable-cache-report"}
+
+
+def test_a_flush_may_hold_what_comes_meanwhile(gateway_that_says: Says) -> None:
+    url = gateway_that_says(200, flushed("done", success=True))
+    assert run("flush", "--timeout", "2.5", "--hold", "--gateway", url) == 0
+    assert asked == ["POST /flush_cache?timeout=2.5&hold=1"]
+
+
+def test_who_is_busy_is_one_line() -> None:
+    busy = [{"url": f"http://w{n}", "running": n, "waiting": 1} for n in range(6)]
+    line = busy_line([*busy, {"url": "http://idle", "running": 0, "waiting": 0}])
+    assert line.startswith("waiting for 6 of 7 workers to be idle. http://w0: 0 running, 1 waiting; http://w1")
+    assert line.endswith("; and 2 more")
+    assert busy_line([]) == "waiting for the workers; none says that it is busy"
 
 
 @pytest.mark.parametrize("fine", [True, False])

@@ -23,7 +23,9 @@ from kvherd.ports.worker import (
     WorkerFacts,
     WorkerKind,
     WorkerLoad,
+    not_held,
 )
+from kvherd.wire.sglang_pb import HOLD_KEY
 from kvherd.wire.worker_pb import struct_values
 
 RANKS_KEY = "kvherd-ranks"
@@ -41,6 +43,7 @@ class GrpcWorker:
         self._channel = open_channel(target or worker)
         self._dialect = SGLANG
         self._generations: GrpcGenerations | None = None
+        self._can_hold = False
 
     @property
     def id(self) -> WorkerId:
@@ -86,12 +89,13 @@ class GrpcWorker:
             capacity_tokens=sum(each.max_total_num_tokens for each in answer.loads),
         )
 
-    async def flush(self, *, timeout_s: float, opened: Opened | None = None) -> FlushAnswer:
+    async def flush(self, *, timeout_s: float, hold: bool = False, opened: Opened | None = None) -> FlushAnswer:
         if self._dialect.stub is None:
             raise WorkerUnsupported(self._id, "flushing its cache")
         await connect(self._channel, self._id)
+        metadata = ((HOLD_KEY, "1"),) if hold else ()
         with rpc_errors(self._id, "flushing its cache", after_s=timeout_s):
-            order = self._stub().FlushCache(common_pb2.FlushCacheRequest(timeout_s=timeout_s))
+            order = self._stub().FlushCache(common_pb2.FlushCacheRequest(timeout_s=timeout_s), metadata=metadata)
             try:
                 await asyncio.sleep(0)  # the call goes out; grpc tells of nothing between that and the answer
                 if opened is not None:
@@ -107,7 +111,8 @@ class GrpcWorker:
                 trailers = await order.trailing_metadata()
             finally:
                 order.cancel()
-        return FlushAnswer(answer.success, answer.message, _rank_outcomes(trailers))
+        flushed = FlushAnswer(answer.success, answer.message, _rank_outcomes(trailers))
+        return not_held(flushed) if hold and not self._can_hold else flushed
 
     async def close(self) -> None:
         await self._channel.close()
@@ -147,6 +152,7 @@ class GrpcWorker:
             events_url=self._id,
             version=server.sglang_version,
         )
+        self._can_hold = facts.version.startswith("kvherd-")
         traits = ModelTraits(
             name=facts.models[0],
             max_context_tokens=facts.max_context_tokens,

@@ -14,11 +14,13 @@ _LONGEST_PAUSE_S = 0.5
 _SGLANG_TIMED_OUT = "Timed out"
 
 
-async def flush_by_url(worker: WorkerId, asker: HttpAsker, *, timeout_s: float, opened: Opened | None) -> FlushAnswer:
+async def flush_by_url(
+    worker: WorkerId, asker: HttpAsker, *, timeout_s: float, hold: bool = False, opened: Opened | None
+) -> FlushAnswer:
     """kvherd and SGLang wait by themselves; 400 is their refusal. Where kvherd tells of each rank, that is an answer
     whatever its status: of two ranks one may have done it and the other kept silent.
     """
-    answer = await asker.ask("POST", f"/flush_cache?timeout={timeout_s:g}", sent=opened)
+    answer = await asker.ask("POST", f"/flush_cache?timeout={timeout_s:g}{'&hold=1' if hold else ''}", sent=opened)
     if answer.status == 404:
         raise WorkerUnsupported(worker, "flush (it has no /flush_cache)")
     document = answer.document()

@@ -10,7 +10,16 @@ from kvherd.adapters.http_url import http_address
 from kvherd.adapters.usage_sniffer import UsageSniffer
 from kvherd.core.errors import WorkerFailed, WorkerRefused, WorkerUnreachable, WorkerUnsupported
 from kvherd.core.ids import WorkerId
-from kvherd.ports.worker import Call, FlushAnswer, Opened, Responder, WorkerFacts, WorkerKind, WorkerLoad
+from kvherd.ports.worker import (
+    Call,
+    FlushAnswer,
+    Opened,
+    Responder,
+    WorkerFacts,
+    WorkerKind,
+    WorkerLoad,
+    not_held,
+)
 
 _NOT_FORWARDED = frozenset(
     {
@@ -93,14 +102,18 @@ class HttpWorker:
             case _:
                 raise WorkerUnsupported(self._id, "telling its load")
 
-    async def flush(self, *, timeout_s: float, opened: Opened | None = None) -> FlushAnswer:
+    async def flush(self, *, timeout_s: float, hold: bool = False, opened: Opened | None = None) -> FlushAnswer:
         """vLLM cannot wait until it is idle: it is asked again and again until the deadline."""
         facts = self._facts or await self.detect()
         match facts.kind:
-            case WorkerKind.KVHERD_HTTP | WorkerKind.SGLANG_HTTP:
-                return await flush_by_url(self._id, self._asker, timeout_s=timeout_s, opened=opened)
+            case WorkerKind.KVHERD_HTTP:
+                return await flush_by_url(self._id, self._asker, timeout_s=timeout_s, hold=hold, opened=opened)
+            case WorkerKind.SGLANG_HTTP:
+                answer = await flush_by_url(self._id, self._asker, timeout_s=timeout_s, opened=opened)
+                return not_held(answer) if hold else answer
             case WorkerKind.VLLM_HTTP:
-                return await flush_vllm(self._id, self._asker, timeout_s=timeout_s, opened=opened)
+                answer = await flush_vllm(self._id, self._asker, timeout_s=timeout_s, opened=opened)
+                return not_held(answer) if hold else answer
             case WorkerKind.OPENAI_HTTP:
                 raise WorkerUnsupported(self._id, "flush (it is neither kvherd, vLLM nor SGLang)")
             case (

@@ -2,6 +2,7 @@
 
 import json
 import math
+from contextlib import nullcontext
 from typing import Annotated, Any
 from urllib.parse import urlencode
 
@@ -9,6 +10,7 @@ import typer
 
 from kvherd.cli.gateway_client import DEFAULT_GATEWAY, AdminKeyOption, GatewayOption, JsonOption, ask_json
 from kvherd.cli.tables import print_table
+from kvherd.cli.watching import watching
 from kvherd.core.errors import OptionInvalid
 
 GRACE_S = 15.0
@@ -22,15 +24,19 @@ def command(
     timeout: Annotated[
         float, typer.Option(min=0, help="Seconds an engine may wait until it is idle; 0 is now or refused.")
     ] = 0.0,
+    hold: Annotated[
+        bool,
+        typer.Option("--hold", help="Let requests that come meanwhile wait behind the flush: it cannot starve."),
+    ] = False,
     gateway: GatewayOption = DEFAULT_GATEWAY,
     admin_key: AdminKeyOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Clear the KV cache of every worker, with one outcome for each.
 
-    An engine clears its cache when it is idle. With --timeout it waits for that moment; without, a busy engine
-    refuses and says what it is busy with. A worker that stalls or is dead costs its own entry and no more, and the
-    answer comes within the timeout plus 5 seconds.
+    An engine clears its cache when it is idle. With --timeout it waits for that moment, and the terminal shows
+    meanwhile what each worker is busy with; without, a busy engine refuses and says so. A worker that stalls or is
+    dead costs its own entry and no more, and the answer comes within the timeout plus 5 seconds.
 
     Outcomes: done, refused, unsupported, unreachable, timed_out, failed.
 
@@ -38,8 +44,9 @@ def command(
     """
     if not math.isfinite(timeout):
         raise OptionInvalid("--timeout", "must be a finite number of seconds")
-    query = urlencode({"timeout": f"{timeout:g}"})
-    _, answer = ask_json("POST", gateway, f"/flush_cache?{query}", timeout_s=timeout + GRACE_S, admin_key=admin_key)
+    query = urlencode({"timeout": f"{timeout:g}", **({"hold": "1"} if hold else {})})
+    with watching(gateway, admin_key=admin_key) if timeout and not as_json else nullcontext():
+        _, answer = ask_json("POST", gateway, f"/flush_cache?{query}", timeout_s=timeout + GRACE_S, admin_key=admin_key)
     if as_json:
         print(json.dumps(answer, indent=2))
     else:

@@ -1,7 +1,7 @@
 """What the gateway may rely on from one worker, whatever it speaks."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Protocol
 
@@ -101,8 +101,16 @@ class FlushAnswer:
     timed_out: bool = False
 
 
+NOT_HELD = "new requests were not held: this engine cannot"
+"""What the message of a flush says where `hold` had no effect."""
+
 Opened = Callable[[], None]
 """Called once when an order is on its way: connected and sent, only the engine's answer is awaited."""
+
+
+def not_held(answer: FlushAnswer) -> FlushAnswer:
+    """The answer of an engine that cannot hold requests and was asked to."""
+    return replace(answer, message="; ".join(filter(None, (answer.message, NOT_HELD))))
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,8 +145,12 @@ class Worker(Protocol):
 
     async def load(self) -> WorkerLoad: ...
 
-    async def flush(self, *, timeout_s: float, opened: Opened | None = None) -> FlushAnswer:
-        """Raises `WorkerUnsupported` if this kind cannot flush. Calls `opened` once the order was sent."""
+    async def flush(self, *, timeout_s: float, hold: bool = False, opened: Opened | None = None) -> FlushAnswer:
+        """Clear its cache, now or when it is idle within `timeout_s`. With `hold`, requests that come meanwhile wait
+        behind the flush; an engine that cannot do so flushes without, and its answer's message says it.
+
+        Raises `WorkerUnsupported` if this kind cannot flush. Calls `opened` once the order was sent.
+        """
         ...
 
     async def close(self) -> None:

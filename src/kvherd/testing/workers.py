@@ -82,6 +82,7 @@ class FakeWorker:
     usage: Usage | None = None
     loaded: WorkerLoad = field(default_factory=lambda: WorkerLoad(running=0, waiting=0))
     flushes: int = 0
+    held: int = 0
     opening_now: int = 0
     probes: int = 0
     closed: bool = False
@@ -129,8 +130,9 @@ class FakeWorker:
         self._check()
         return self.loaded
 
-    async def flush(self, *, timeout_s: float, opened: Opened | None = None) -> FlushAnswer:
+    async def flush(self, *, timeout_s: float, hold: bool = False, opened: Opened | None = None) -> FlushAnswer:
         self.flushes += 1
+        self.held += hold
         self.opening_now += 1
         try:
             await asyncio.sleep(self.opens_s)

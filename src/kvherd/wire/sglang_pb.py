@@ -19,6 +19,8 @@ from kvherd.core.errors import FieldInvalid, Unsupported
 from kvherd.core.ids import Rank, RequestId
 
 MOST_CHOICES = 128
+HOLD_KEY = "kvherd-hold"
+"""Metadata of FlushCache: "1" lets requests that come meanwhile wait behind the flush. The protocol has no field."""
 _SEEDS = 2**63
 
 

@@ -190,6 +190,15 @@ async def test_the_ranks_of_a_refusal_are_told_apart() -> None:
     ]
 
 
+async def test_a_flush_may_hold_and_a_hold_that_is_neither_is_refused() -> None:
+    ann = FakeWorker(ANN)
+    async with gateway(ann) as client:
+        assert (await client.post("/flush_cache?hold=1")).status_code == 200
+        assert ann.held == 1
+        answer = await client.post("/flush_cache?hold=perhaps")
+    assert (answer.status_code, answer.json()["error"]["message"]) == (400, "hold: must be 1 or 0, not 'perhaps'")
+
+
 async def test_a_fleet_that_cannot_flush_says_so() -> None:
     async with gateway(fake(ANN, fails=None)) as client:
         assert (await client.post("/flush_cache")).status_code == 200

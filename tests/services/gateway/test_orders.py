@@ -146,3 +146,11 @@ async def test_a_caller_that_leaves_withdraws_the_orders() -> None:
         async with asyncio.timeout(3.0):
             await flush(worker)
     assert now_s() == pytest.approx(3.0)
+
+
+async def test_every_worker_is_told_to_hold_when_the_order_says_so() -> None:
+    ann, bob = FakeWorker(ANN), FakeWorker(BOB)
+    await flush(ann, bob)
+    assert (ann.held, bob.held) == (0, 0)
+    await flush(ann, bob, hold=True)
+    assert (ann.held, bob.held) == (1, 1)

@@ -22,6 +22,7 @@ from kvherd.ports.kv_stream import KvEventDoor
 from kvherd.ports.worker import Worker
 from kvherd.services.bridge import engine_answers
 from kvherd.services.kv_relay.grpc_edge import Context, Handler, rpc
+from kvherd.wire.sglang_pb import HOLD_KEY
 
 Message: TypeAlias = Any
 """A message of either protocol: generated, untyped."""
@@ -59,7 +60,8 @@ class _Door:
         timeout_s = _flush_timeout(request.timeout_s)
         loop = asyncio.get_running_loop()
         asked_s = loop.time()
-        answer = await self._asked(self._engine.flush(timeout_s=timeout_s), within_s=timeout_s + ANSWER_S)
+        hold = dict(context.invocation_metadata() or ()).get(HOLD_KEY) == "1"
+        answer = await self._asked(self._engine.flush(timeout_s=timeout_s, hold=hold), within_s=timeout_s + ANSWER_S)
         if answer.ranks:
             context.set_trailing_metadata(((RANKS_KEY, engine_answers.ranks_json(answer.ranks)),))
         if not answer.done and 0 < timeout_s <= loop.time() - asked_s:

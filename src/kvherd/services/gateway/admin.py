@@ -90,7 +90,7 @@ class _Routes:
         return JSONResponse(await self._console.remove(_name(request), drain_s=drain_s))
 
     async def flush(self, request: Request) -> Response:
-        report = await self._console.flush(_seconds(request, default=0.0) or 0.0)
+        report = await self._console.flush(_seconds(request, default=0.0) or 0.0, hold=_flag(request, "hold"))
         headers = {"retry-after": RETRY_AFTER_S} if report.http_status == 503 else None
         return JSONResponse(flush_report(report), status_code=report.http_status, headers=headers)
 
@@ -189,6 +189,13 @@ def _seconds(request: Request, default: float | None) -> float | None:
         return float(text)
     except ValueError:
         raise FieldInvalid("timeout", f"must be a number of seconds, not {text[:40]!r}") from None
+
+
+def _flag(request: Request, name: str) -> bool:
+    text = request.query_params.get(name, "0").lower()
+    if text not in ("0", "1", "false", "true"):
+        raise FieldInvalid(name, f"must be 1 or 0, not {text[:40]!r}")
+    return text in ("1", "true")
 
 
 def _context_tokens(members: list[Member]) -> int | None:

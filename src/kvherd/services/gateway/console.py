@@ -50,11 +50,11 @@ class Console:
         if not hmac.compare_digest(presented, self._admin_key.encode()):
             raise NotAllowed("give the admin key as `Authorization: Bearer KEY`")
 
-    async def flush(self, timeout_s: float) -> FanoutReport:
+    async def flush(self, timeout_s: float, *, hold: bool = False) -> FanoutReport:
         """Order every worker to clear its cache, and return within `timeout_s` + 5 s. Raises `FieldInvalid`."""
         if not math.isfinite(timeout_s) or not 0 <= timeout_s <= LONGEST_FLUSH_S:
             raise FieldInvalid("timeout", f"must be a number of seconds from 0 to {LONGEST_FLUSH_S:g}")
-        report = await flush_fleet(self.fleet.addressees(), timeout_s=timeout_s, flushed=self._flushed)
+        report = await flush_fleet(self.fleet.addressees(), timeout_s=timeout_s, hold=hold, flushed=self._flushed)
         self.metrics.flushed(report)
         return report
 

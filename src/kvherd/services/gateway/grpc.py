@@ -34,7 +34,7 @@ class _Gateway(pb_grpc.GatewayServicer):
     ) -> pb.FlushCacheResponse:
         try:
             self._admit(context)
-            return flush_response(await self._console.flush(request.timeout_s))
+            return flush_response(await self._console.flush(request.timeout_s, hold=request.hold))
         except Exception as error:  # the edge of the process: every error leaves it as a status
             await _abort(context, error)
             raise

@@ -55,13 +55,15 @@ async def flush_fleet(
     *,
     timeout_s: float,
     flushed: Flushed,
+    hold: bool = False,
     at_once: int = 32,
     in_flight: int = 1024,
     opening_s: float = 1.0,
 ) -> FanoutReport:
     """Order every worker to clear its cache, and return within `timeout_s` + 5 s with one result a worker.
 
-    `timeout_s` is how long an engine may wait to be idle; 0 is now or refused. `flushed` is called for each worker
+    `timeout_s` is how long an engine may wait to be idle; 0 is now or refused. With `hold`, requests that come
+    meanwhile wait behind the flush, where the engine can do that. `flushed` is called for each worker
     that did it, at once. Raises nothing for a worker's sake. Cancelling withdraws what is under way.
     """
     started_s = asyncio.get_running_loop().time()
@@ -71,7 +73,7 @@ async def flush_fleet(
     async def order(to: Addressee) -> WorkerResult:
         try:
             async with asyncio.timeout_at(started_s + deadline_s), slots.flying:
-                ordered_s, answer = await _flush_in_slot(to.worker, slots, timeout_s=timeout_s)
+                ordered_s, answer = await _flush_in_slot(to.worker, slots, timeout_s=timeout_s, hold=hold)
         except TimeoutError:
             late = WorkerTimedOut(to.worker.id, deadline_s)
             return _result(to, Outcome.TIMED_OUT, str(late), started_s)
@@ -89,7 +91,7 @@ async def flush_fleet(
     return FanoutReport(tuple(task.result() for task in tasks))
 
 
-async def _flush_in_slot(worker: Worker, slots: _Slots, *, timeout_s: float) -> tuple[float, FlushAnswer]:
+async def _flush_in_slot(worker: Worker, slots: _Slots, *, timeout_s: float, hold: bool) -> tuple[float, FlushAnswer]:
     """Flush one worker, holding an opening slot no longer than its opening takes; tells when it was ordered."""
     await slots.opening.acquire()
     loop, held = asyncio.get_running_loop(), True
@@ -103,7 +105,7 @@ async def _flush_in_slot(worker: Worker, slots: _Slots, *, timeout_s: float) -> 
     ordered_s = loop.time()
     timer = loop.call_later(slots.opening_s, give_back)
     try:
-        return ordered_s, await worker.flush(timeout_s=timeout_s, opened=give_back)
+        return ordered_s, await worker.flush(timeout_s=timeout_s, hold=hold, opened=give_back)
     finally:
         timer.cancel()
         give_back()

@@ -23,9 +23,8 @@ from kvherd.services.servicer.answers import ChoiceAnswer
 from kvherd.services.servicer.config import ServicerConfig
 from kvherd.services.servicer.facts import EngineFacts
 from kvherd.services.servicer.generations import Generations
-from kvherd.wire.sglang_pb import decode_generate, encode_load
+from kvherd.wire.sglang_pb import HOLD_KEY, decode_generate, encode_load
 
-HOLD_KEY = "kvherd-hold"
 RANKS_KEY = "kvherd-ranks"
 CHUNK_BYTES = 2**20
 

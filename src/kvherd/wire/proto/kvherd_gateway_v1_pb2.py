@@ -24,31 +24,31 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n)kvherd/wire/proto/kvherd_gateway_v1.proto\x12\x11kvherd.gateway.v1\"&\n\x11\x46lushCacheRequest\x12\x11\n\ttimeout_s\x18\x01 \x01(\x01\"\xd0\x01\n\x12\x46lushCacheResponse\x12\x0f\n\x07success\x18\x01 \x01(\x08\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\x17\n\x0fworkers_flushed\x18\x03 \x01(\x05\x12\x15\n\rtotal_workers\x18\x04 \x01(\x05\x12\x1a\n\x12total_http_workers\x18\x05 \x01(\x05\x12\x1a\n\x12total_grpc_workers\x18\x06 \x01(\x05\x12\x30\n\x07workers\x18\x07 \x03(\x0b\x32\x1f.kvherd.gateway.v1.WorkerResult\"\xa6\x01\n\x0cWorkerResult\x12\x0b\n\x03url\x18\x01 \x01(\t\x12\x0c\n\x04kind\x18\x02 \x01(\t\x12+\n\x07outcome\x18\x03 \x01(\x0e\x32\x1a.kvherd.gateway.v1.Outcome\x12\x0f\n\x07message\x18\x04 \x01(\t\x12\x0f\n\x07seconds\x18\x05 \x01(\x01\x12,\n\x05ranks\x18\x06 \x03(\x0b\x32\x1d.kvherd.gateway.v1.RankResult\"X\n\nRankResult\x12\x0c\n\x04rank\x18\x01 \x01(\x05\x12+\n\x07outcome\x18\x02 \x01(\x0e\x32\x1a.kvherd.gateway.v1.Outcome\x12\x0f\n\x07message\x18\x03 \x01(\t\"\x14\n\x12ListWorkersRequest\"A\n\x13ListWorkersResponse\x12*\n\x07workers\x18\x01 \x03(\x0b\x32\x19.kvherd.gateway.v1.Worker\"\xce\x01\n\x06Worker\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0b\n\x03url\x18\x02 \x01(\t\x12\x0c\n\x04kind\x18\x03 \x01(\t\x12\x0e\n\x06models\x18\x04 \x03(\t\x12\r\n\x05state\x18\x05 \x01(\t\x12\x0e\n\x06reason\x18\x06 \x01(\t\x12\x0f\n\x07running\x18\x07 \x01(\x05\x12\x0f\n\x07waiting\x18\x08 \x01(\x05\x12\x13\n\x0boutstanding\x18\t \x01(\x05\x12\x0f\n\x07\x62reaker\x18\n \x01(\t\x12&\n\x02kv\x18\x0b \x01(\x0b\x32\x1a.kvherd.gateway.v1.KvState\"7\n\x07KvState\x12\r\n\x05state\x18\x01 \x01(\t\x12\x0e\n\x06\x62locks\x18\x02 \x01(\x03\x12\r\n\x05\x65poch\x18\x03 \x01(\t*\xa6\x01\n\x07Outcome\x12\x17\n\x13OUTCOME_UNSPECIFIED\x10\x00\x12\x10\n\x0cOUTCOME_DONE\x10\x01\x12\x13\n\x0fOUTCOME_REFUSED\x10\x02\x12\x17\n\x13OUTCOME_UNSUPPORTED\x10\x03\x12\x17\n\x13OUTCOME_UNREACHABLE\x10\x04\x12\x15\n\x11OUTCOME_TIMED_OUT\x10\x05\x12\x12\n\x0eOUTCOME_FAILED\x10\x06\x32\xc2\x01\n\x07Gateway\x12Y\n\nFlushCache\x12$.kvherd.gateway.v1.FlushCacheRequest\x1a%.kvherd.gateway.v1.FlushCacheResponse\x12\\\n\x0bListWorkers\x12%.kvherd.gateway.v1.ListWorkersRequest\x1a&.kvherd.gateway.v1.ListWorkersResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n)kvherd/wire/proto/kvherd_gateway_v1.proto\x12\x11kvherd.gateway.v1\"4\n\x11\x46lushCacheRequest\x12\x11\n\ttimeout_s\x18\x01 \x01(\x01\x12\x0c\n\x04hold\x18\x02 \x01(\x08\"\xd0\x01\n\x12\x46lushCacheResponse\x12\x0f\n\x07success\x18\x01 \x01(\x08\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\x17\n\x0fworkers_flushed\x18\x03 \x01(\x05\x12\x15\n\rtotal_workers\x18\x04 \x01(\x05\x12\x1a\n\x12total_http_workers\x18\x05 \x01(\x05\x12\x1a\n\x12total_grpc_workers\x18\x06 \x01(\x05\x12\x30\n\x07workers\x18\x07 \x03(\x0b\x32\x1f.kvherd.gateway.v1.WorkerResult\"\xa6\x01\n\x0cWorkerResult\x12\x0b\n\x03url\x18\x01 \x01(\t\x12\x0c\n\x04kind\x18\x02 \x01(\t\x12+\n\x07outcome\x18\x03 \x01(\x0e\x32\x1a.kvherd.gateway.v1.Outcome\x12\x0f\n\x07message\x18\x04 \x01(\t\x12\x0f\n\x07seconds\x18\x05 \x01(\x01\x12,\n\x05ranks\x18\x06 \x03(\x0b\x32\x1d.kvherd.gateway.v1.RankResult\"X\n\nRankResult\x12\x0c\n\x04rank\x18\x01 \x01(\x05\x12+\n\x07outcome\x18\x02 \x01(\x0e\x32\x1a.kvherd.gateway.v1.Outcome\x12\x0f\n\x07message\x18\x03 \x01(\t\"\x14\n\x12ListWorkersRequest\"A\n\x13ListWorkersResponse\x12*\n\x07workers\x18\x01 \x03(\x0b\x32\x19.kvherd.gateway.v1.Worker\"\xce\x01\n\x06Worker\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0b\n\x03url\x18\x02 \x01(\t\x12\x0c\n\x04kind\x18\x03 \x01(\t\x12\x0e\n\x06models\x18\x04 \x03(\t\x12\r\n\x05state\x18\x05 \x01(\t\x12\x0e\n\x06reason\x18\x06 \x01(\t\x12\x0f\n\x07running\x18\x07 \x01(\x05\x12\x0f\n\x07waiting\x18\x08 \x01(\x05\x12\x13\n\x0boutstanding\x18\t \x01(\x05\x12\x0f\n\x07\x62reaker\x18\n \x01(\t\x12&\n\x02kv\x18\x0b \x01(\x0b\x32\x1a.kvherd.gateway.v1.KvState\"7\n\x07KvState\x12\r\n\x05state\x18\x01 \x01(\t\x12\x0e\n\x06\x62locks\x18\x02 \x01(\x03\x12\r\n\x05\x65poch\x18\x03 \x01(\t*\xa6\x01\n\x07Outcome\x12\x17\n\x13OUTCOME_UNSPECIFIED\x10\x00\x12\x10\n\x0cOUTCOME_DONE\x10\x01\x12\x13\n\x0fOUTCOME_REFUSED\x10\x02\x12\x17\n\x13OUTCOME_UNSUPPORTED\x10\x03\x12\x17\n\x13OUTCOME_UNREACHABLE\x10\x04\x12\x15\n\x11OUTCOME_TIMED_OUT\x10\x05\x12\x12\n\x0eOUTCOME_FAILED\x10\x06\x32\xc2\x01\n\x07Gateway\x12Y\n\nFlushCache\x12$.kvherd.gateway.v1.FlushCacheRequest\x1a%.kvherd.gateway.v1.FlushCacheResponse\x12\\\n\x0bListWorkers\x12%.kvherd.gateway.v1.ListWorkersRequest\x1a&.kvherd.gateway.v1.ListWorkersResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'kvherd.wire.proto.kvherd_gateway_v1_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_OUTCOME']._serialized_start=930
-  _globals['_OUTCOME']._serialized_end=1096
+  _globals['_OUTCOME']._serialized_start=944
+  _globals['_OUTCOME']._serialized_end=1110
   _globals['_FLUSHCACHEREQUEST']._serialized_start=64
-  _globals['_FLUSHCACHEREQUEST']._serialized_end=102
-  _globals['_FLUSHCACHERESPONSE']._serialized_start=105
-  _globals['_FLUSHCACHERESPONSE']._serialized_end=313
-  _globals['_WORKERRESULT']._serialized_start=316
-  _globals['_WORKERRESULT']._serialized_end=482
-  _globals['_RANKRESULT']._serialized_start=484
-  _globals['_RANKRESULT']._serialized_end=572
-  _globals['_LISTWORKERSREQUEST']._serialized_start=574
-  _globals['_LISTWORKERSREQUEST']._serialized_end=594
-  _globals['_LISTWORKERSRESPONSE']._serialized_start=596
-  _globals['_LISTWORKERSRESPONSE']._serialized_end=661
-  _globals['_WORKER']._serialized_start=664
-  _globals['_WORKER']._serialized_end=870
-  _globals['_KVSTATE']._serialized_start=872
-  _globals['_KVSTATE']._serialized_end=927
-  _globals['_GATEWAY']._serialized_start=1099
-  _globals['_GATEWAY']._serialized_end=1293
+  _globals['_FLUSHCACHEREQUEST']._serialized_end=116
+  _globals['_FLUSHCACHERESPONSE']._serialized_start=119
+  _globals['_FLUSHCACHERESPONSE']._serialized_end=327
+  _globals['_WORKERRESULT']._serialized_start=330
+  _globals['_WORKERRESULT']._serialized_end=496
+  _globals['_RANKRESULT']._serialized_start=498
+  _globals['_RANKRESULT']._serialized_end=586
+  _globals['_LISTWORKERSREQUEST']._serialized_start=588
+  _globals['_LISTWORKERSREQUEST']._serialized_end=608
+  _globals['_LISTWORKERSRESPONSE']._serialized_start=610
+  _globals['_LISTWORKERSRESPONSE']._serialized_end=675
+  _globals['_WORKER']._serialized_start=678
+  _globals['_WORKER']._serialized_end=884
+  _globals['_KVSTATE']._serialized_start=886
+  _globals['_KVSTATE']._serialized_end=941
+  _globals['_GATEWAY']._serialized_start=1113
+  _globals['_GATEWAY']._serialized_end=1307
 # @@protoc_insertion_point(module_scope)

@@ -25,10 +25,12 @@ OUTCOME_TIMED_OUT: Outcome
 OUTCOME_FAILED: Outcome
 
 class FlushCacheRequest(_message.Message):
-    __slots__ = ("timeout_s",)
+    __slots__ = ("timeout_s", "hold")
     TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
+    HOLD_FIELD_NUMBER: _ClassVar[int]
     timeout_s: float
-    def __init__(self, timeout_s: _Optional[float] = ...) -> None: ...
+    hold: bool
+    def __init__(self, timeout_s: _Optional[float] = ..., hold: _Optional[bool] = ...) -> None: ...
 
 class FlushCacheResponse(_message.Message):
     __slots__ = ("success", "message", "workers_flushed", "total_workers", "total_http_workers", "total_grpc_workers", "workers")
