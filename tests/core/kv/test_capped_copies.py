@@ -15,7 +15,7 @@ from kvherd.core.kv.index import Holder, PrefixIndex
 ANN = Holder(WorkerId("ann"), Rank(0))
 DEPTH = 4
 CHAIN = prefix_chain(
-    [token for number in range(1, DEPTH + 1) for token in (number, 7)], block_size=2, model="m", key=b"k"
+    [token for number in range(1, DEPTH + 1) for token in (number, 7, 7)], block_size=3, model="m", key=b"k"
 )
 
 
@@ -25,8 +25,8 @@ def stored(first: int, last: int, tier: Tier = Tier.DEVICE) -> BlocksStored:
     return BlocksStored(
         tuple(map(EngineHash, numbers)),
         EngineHash(first - 1) if first > 1 else None,
-        tuple(token for number in numbers for token in (number, 7)),
-        2,
+        tuple(token for number in numbers for token in (number, 7, 7)),
+        3,
         tier,
     )
 

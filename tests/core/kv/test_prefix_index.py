@@ -15,7 +15,7 @@ from kvherd.core.kv.index import Holder, PrefixIndex
 
 ANN, BOB = WorkerId("ann"), WorkerId("bob")
 ANN0, ANN1, BOB0 = Holder(ANN, Rank(0)), Holder(ANN, Rank(1)), Holder(BOB, Rank(0))
-SIZE = 2
+SIZE = 3
 KEY = b"a key for tests"
 Path = tuple[int, ...]
 """A block by the choice made at each step from the root: its content is its path."""
@@ -26,7 +26,7 @@ def engine_hash(path: Path) -> EngineHash:
 
 
 def tokens(path: Path) -> tuple[int, ...]:
-    return (path[-1], 7) if path else ()
+    return (path[-1], 7, 7) if path else ()
 
 
 def stored(path: Path, length: int = 1, tier: Tier = Tier.DEVICE) -> BlocksStored:
@@ -122,16 +122,16 @@ def test_a_dropped_worker_is_gone_and_its_place_is_used_again(index: PrefixIndex
 
 
 def test_models_adapters_and_salts_do_not_share_prefixes(index: PrefixIndex) -> None:
-    plain, salted = stored((1,)), BlocksStored((EngineHash(5),), None, (1, 7), SIZE, salt="s")
-    adapted = BlocksStored((EngineHash(6),), None, (1, 7), SIZE, lora="l")
+    plain, salted = stored((1,)), BlocksStored((EngineHash(5),), None, (1, 7, 7), SIZE, salt="s")
+    adapted = BlocksStored((EngineHash(6),), None, (1, 7, 7), SIZE, lora="l")
     index.enrol(BOB, model="other")
     apply(index, BOB0, plain)
     apply(index, ANN0, salted, adapted)
     assert index.match(chain((1,))) == {}
     for names in ({"salt": "s"}, {"lora": "l"}):
-        found = index.match(prefix_chain((1, 7), block_size=SIZE, model="m", key=KEY, **names))
+        found = index.match(prefix_chain((1, 7, 7), block_size=SIZE, model="m", key=KEY, **names))
         assert found == {ANN0: 1}
-    assert index.match(prefix_chain((1, 7), block_size=SIZE, model="other", key=KEY)) == {BOB0: 1}
+    assert index.match(prefix_chain((1, 7, 7), block_size=SIZE, model="other", key=KEY)) == {BOB0: 1}
 
 
 def test_two_engine_hashes_of_one_prefix_are_told_apart(index: PrefixIndex) -> None:

@@ -77,6 +77,24 @@ class PrefixHasher:
         return PrefixHash(int.from_bytes(state.digest(), "little"))
 
 
+@dataclass(frozen=True, slots=True)
+class Namer:
+    """Names prefixes of one model in blocks of one size."""
+
+    hasher: PrefixHasher
+    model: str
+    block_size: int
+    _plain: PrefixHash = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_plain", self.hasher.root(model=self.model, block_size=self.block_size))
+
+    def root(self, lora: str | None, salt: str | None) -> PrefixHash:
+        if lora is None and salt is None:
+            return self._plain
+        return self.hasher.root(model=self.model, block_size=self.block_size, lora=lora, salt=salt)
+
+
 def token_bytes(token_ids: Sequence[int]) -> bytes:
     """Four bytes a token. Raises `struct.error` for an id outside 0..2**32-1."""
     return pack(f"<{len(token_ids)}I", *token_ids)

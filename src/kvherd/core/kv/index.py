@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import assert_never
 
 from kvherd.core.ids import EngineHash, PrefixHash, Rank, WorkerId
+from kvherd.core.kv.credits import Credits
 from kvherd.core.kv.events import BlocksRemoved, BlocksStored, CacheCleared, KvEvent, KvEventBatch, Tier
 from kvherd.core.kv.hashing import PrefixHasher
 from kvherd.core.kv.holding import Holding
@@ -60,8 +61,8 @@ class PrefixIndex:
         self._models.pop(worker, None)
         for holding in self._holdings.pop(worker, {}).values():
             holding.clear()
-            del self._holders[holding.bit]
-            self._free.append(holding.bit)
+            del self._holders[holding.credits.bit]
+            self._free.append(holding.credits.bit)
 
     def apply(self, holder: Holder, batch: KvEventBatch) -> None:
         """Let the events of one batch happen to `holder`, in order. Raises `KeyError` if its worker is not enrolled."""
@@ -119,16 +120,23 @@ class PrefixIndex:
             holding.clear()
 
     def blocks(self, holder: Holder) -> int:
-        """Count the blocks that `holder` has on its device with a known chain to the root, copies not counted."""
+        """Count the blocks that `holder` has on its device with a known chain to the root, copies not counted.
+
+        Small pages count as the blocks that they are folded into.
+        """
         holding = self._holdings.get(holder.worker, {}).get(holder.rank)
-        return 0 if holding is None else holding.credited
+        return 0 if holding is None else holding.credits.count
 
     def worker_blocks(self, worker: WorkerId) -> int:
         """The sum of `blocks` over the ranks of `worker`."""
-        return sum(holding.credited for holding in self._holdings.get(worker, {}).values())
+        return sum(holding.credits.count for holding in self._holdings.get(worker, {}).values())
+
+    def bigrams(self, worker: WorkerId) -> bool:
+        """Whether the blocks of `worker` are of pairs of tokens: its prompts' chains are made with `bigram_keys`."""
+        return any(holding.bigrams for holding in self._holdings.get(worker, {}).values())
 
     def contents(self, holder: Holder) -> Mapping[EngineHash, Mapping[Tier, int]]:
-        """Every block of `holder`, credited or not, and its copies by tier: for audits and tests, O(blocks)."""
+        """Every block or page of `holder`, credited or not, and its copies by tier: for audits and tests, O(blocks)."""
         holding = self._holdings.get(holder.worker, {}).get(holder.rank)
         return {} if holding is None else holding.contents()
 
@@ -138,7 +146,7 @@ class PrefixIndex:
 
     def _open(self, holder: Holder) -> Holding:
         bit = self._free.pop() if self._free else 1 << len(self._holders)
-        holding = Holding(self.hasher, self._models[holder.worker], bit, self._masks)
+        holding = Holding(self.hasher, self._models[holder.worker], Credits(self._masks, bit))
         self._holdings[holder.worker][holder.rank] = holding
         self._holders[bit] = holder
         return holding

@@ -1,0 +1,300 @@
+"""Small pages folded into blocks: against what that must mean, written down the slow way, and against a real cache."""
+
+import json
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvherd.core.ids import EngineHash, PrefixHash, Rank, WorkerId
+from kvherd.core.kv.bigrams import bigram_key, bigram_keys
+from kvherd.core.kv.events import BlocksRemoved, BlocksStored, CacheCleared, KvEvent, Tier
+from kvherd.core.kv.hashing import TOKEN_BYTES, PrefixHasher, token_bytes
+from kvherd.core.kv.held_pages import HeldPages
+from kvherd.core.kv.index import Holder, PrefixIndex
+from kvherd.core.kv.pages import folded_block
+from kvherd.testing.recordings import read_recording
+from kvherd.wire.vllm_kv import KvDecoder
+
+ANN, BOB = Holder(WorkerId("ann"), Rank(0)), Holder(WorkerId("bob"), Rank(0))
+HASHER = PrefixHasher(b"a key for tests")
+FIXTURES = Path(__file__).parents[2] / "fixtures" / "sglang-0.5.23-radix"
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A prompt of an engine: its tokens and the namespace it is in."""
+
+    tokens: tuple[int, ...]
+    salt: str | None = None
+    lora: str | None = None
+
+
+@dataclass(frozen=True)
+class Engine:
+    """How an engine cuts prompts into pages, and what it says of them."""
+
+    size: int
+    bigrams: bool = False
+
+    def pages(self, prompt: Prompt) -> int:
+        return (len(prompt.tokens) - self.bigrams) // self.size
+
+    def hash_of(self, prompt: Prompt, page: int) -> EngineHash:
+        before = prompt.tokens[: (page + 1) * self.size + self.bigrams]
+        return EngineHash(hash((self.size, before, prompt.salt, prompt.lora)) % 2**64)
+
+    def stored(self, prompt: Prompt, start: int, end: int, tier: Tier = Tier.DEVICE) -> BlocksStored:
+        nexts = ((bigram_key(prompt.tokens[(page + 1) * self.size]),) for page in range(start, end) if self.bigrams)
+        return BlocksStored(
+            tuple(self.hash_of(prompt, page) for page in range(start, end)),
+            self.hash_of(prompt, start - 1) if start else None,
+            prompt.tokens[start * self.size : end * self.size],
+            self.size,
+            tier,
+            prompt.lora,
+            prompt.salt,
+            tuple(nexts),
+        )
+
+    def removed(self, prompt: Prompt, *pages: int, tier: Tier = Tier.DEVICE) -> BlocksRemoved:
+        return BlocksRemoved(tuple(self.hash_of(prompt, page) for page in pages), tier)
+
+    def chain(self, prompt: Prompt) -> list[PrefixHash]:
+        block = folded_block(self.size)
+        root = HASHER.root(model="m", block_size=block, lora=prompt.lora, salt=prompt.salt)
+        tokens, keys = token_bytes(prompt.tokens), bigram_keys(prompt.tokens, block)
+        if self.bigrams:
+            return HASHER.extend(root, tokens[: len(keys) * block * TOKEN_BYTES], block * TOKEN_BYTES, keys)
+        return HASHER.extend(root, tokens, block * TOKEN_BYTES)
+
+
+PAGED, PAIRED = Engine(1), Engine(1, bigrams=True)
+LONG = Prompt(tuple(range(100, 150)))
+FORKED = Prompt((*range(100, 120), *range(500, 530)))
+
+
+@pytest.fixture
+def index() -> PrefixIndex:
+    index = PrefixIndex(HASHER)
+    index.enrol(ANN.worker, model="m")
+    index.enrol(BOB.worker, model="m")
+    return index
+
+
+def blocks(index: PrefixIndex, prompt: Prompt, engine: Engine = PAGED) -> int:
+    return index.match(engine.chain(prompt)).get(ANN, 0)
+
+
+def test_sixteen_pages_are_a_block_and_fewer_are_none(index: PrefixIndex) -> None:
+    index.apply_events(ANN, [PAGED.stored(LONG, 0, 15)])
+    assert blocks(index, LONG) == 0
+    index.apply_events(ANN, [PAGED.stored(LONG, 15, 16)])
+    assert blocks(index, LONG) == 1
+    index.apply_events(ANN, [PAGED.stored(LONG, 16, 40)])
+    assert (blocks(index, LONG), index.blocks(ANN)) == (2, 2)
+
+
+def test_pages_and_blocks_of_the_same_prompt_have_the_same_names(index: PrefixIndex) -> None:
+    index.apply_events(ANN, [PAGED.stored(LONG, 0, 50)])
+    index.apply_events(BOB, [Engine(16).stored(LONG, 0, 3)])
+    assert index.match(PAGED.chain(LONG)) == {ANN: 3, BOB: 3}
+    assert len(index) == 3
+
+
+def test_a_page_in_the_middle_hides_the_rest_until_it_returns(index: PrefixIndex) -> None:
+    index.apply_events(ANN, [PAGED.stored(LONG, 0, 50), PAGED.removed(LONG, 20)])
+    assert blocks(index, LONG) == 1
+    index.apply_events(ANN, [PAGED.stored(LONG, 20, 21)])
+    assert blocks(index, LONG) == 3
+
+
+def test_pages_without_a_known_parent_wait_without_credit(index: PrefixIndex) -> None:
+    index.apply_events(ANN, [PAGED.stored(LONG, 5, 50), PAGED.removed(LONG, 30)])
+    assert (blocks(index, LONG), index.blocks(ANN)) == (0, 0)
+    index.apply_events(ANN, [PAGED.stored(LONG, 0, 5)])
+    assert blocks(index, LONG) == 1
+    index.apply_events(ANN, [PAGED.stored(LONG, 30, 31)])
+    assert blocks(index, LONG) == 3
+
+
+def test_chains_part_within_a_block(index: PrefixIndex) -> None:
+    index.apply_events(ANN, [PAGED.stored(LONG, 0, 50), PAGED.stored(FORKED, 20, 50)])
+    assert (blocks(index, LONG), blocks(index, FORKED), index.blocks(ANN)) == (3, 3, 5)
+    index.apply_events(ANN, [PAGED.removed(LONG, *range(20, 50))])
+    assert (blocks(index, LONG), blocks(index, FORKED)) == (1, 3)
+    index.apply_events(ANN, [PAGED.removed(LONG, 17)])
+    assert blocks(index, FORKED) == 1
+    index.apply_events(ANN, [PAGED.stored(LONG, 17, 18)])
+    assert blocks(index, FORKED) == 3
+
+
+def test_pairs_count_as_far_as_the_next_tokens_agree(index: PrefixIndex) -> None:
+    index.apply_events(ANN, [PAIRED.stored(LONG, 0, 49)])
+    assert index.bigrams(ANN.worker)
+    assert not index.bigrams(BOB.worker)
+    assert blocks(index, LONG, PAIRED) == 3
+    other = Prompt((*LONG.tokens[:32], 7, *LONG.tokens[33:]))
+    assert blocks(index, other, PAIRED) == 1, "its 32nd token is followed by another one"
+    assert blocks(index, LONG, PAGED) == 0, "a chain without pairs has other names"
+
+
+def test_pairs_that_contradict_the_pages_behind_them_earn_nothing(index: PrefixIndex) -> None:
+    store = PAIRED.stored(LONG, 0, 16)
+    wrong = (*store.extra_keys[:3], (bigram_key(9),), *store.extra_keys[4:])
+    index.apply_events(ANN, [BlocksStored(store.block_hashes, None, store.token_ids, 1, extra_keys=wrong)])
+    assert blocks(index, LONG, PAIRED) == 0
+
+
+def test_pages_of_another_size_in_one_life_do_not_join_chains(index: PrefixIndex) -> None:
+    four, plain = Engine(4), PAGED.stored(LONG, 0, 16)
+    joined = BlocksStored((EngineHash(5),), plain.block_hashes[-1], LONG.tokens[16:32], 16)
+    index.apply_events(ANN, [plain, joined])
+    assert blocks(index, LONG) == 1
+    index.apply_events(ANN, [four.stored(LONG, 0, 12), PAGED.removed(LONG, 0)])
+    assert blocks(index, LONG) == 3
+    assert len(index.contents(ANN)) == 16 - 1 + 1 + 12
+
+
+# --- any history ----------------------------------------------------------------------------------------
+
+
+@dataclass
+class SlowPages:
+    """What the index must mean: copies of each page, looked at one by one."""
+
+    engine: Engine
+    copies: Counter[tuple[EngineHash, Tier]] = field(default_factory=Counter)
+
+    def blocks(self, prompt: Prompt) -> int:
+        held = 0
+        while held < self.engine.pages(prompt) and self.copies[self.engine.hash_of(prompt, held), Tier.DEVICE]:
+            held += 1
+        return held * self.engine.size // folded_block(self.engine.size)
+
+    def contents(self) -> dict[EngineHash, dict[Tier, int]]:
+        found: dict[EngineHash, dict[Tier, int]] = {}
+        for (page, tier), count in self.copies.items():
+            if count:
+                found.setdefault(page, {})[tier] = count
+        return found
+
+    def apply(self, event: KvEvent) -> None:
+        match event:
+            case BlocksStored():
+                self.copies.update((page, event.tier) for page in event.block_hashes)
+            case BlocksRemoved():
+                for page in event.block_hashes:
+                    self.copies[page, event.tier] = max(0, self.copies[page, event.tier] - 1)
+            case CacheCleared():
+                self.copies.clear()
+
+
+@st.composite
+def prompts(draw: st.DrawFn) -> list[Prompt]:
+    """A few prompts that part from one another at any token."""
+    made = [Prompt(tuple(range(40)))]
+    for number in range(draw(st.integers(1, 4))):
+        before = draw(st.sampled_from(made))
+        place = draw(st.integers(0, 39))
+        tokens = (*before.tokens[:place], *range(1000 * (number + 1) + place, 1000 * (number + 1) + 40))
+        salt, lora = draw(st.sampled_from([(before.salt, before.lora)] * 4 + [("s", None), (None, "l"), ("s", "l")]))
+        made.append(Prompt(tokens, salt, lora))
+    return made
+
+
+@st.composite
+def steps(draw: st.DrawFn, engine: Engine, known: Sequence[Prompt]) -> KvEvent:
+    prompt = draw(st.sampled_from(known))
+    start, end = sorted((draw(st.integers(0, engine.pages(prompt))), draw(st.integers(0, engine.pages(prompt)))))
+    tier = draw(st.sampled_from([Tier.DEVICE] * 5 + [Tier.HOST]))
+    match draw(
+        st.sampled_from(["store", "store from root", "remove", "remove backwards", "remove one"] * 4 + ["clear"])
+    ):
+        case "store":
+            return engine.stored(prompt, start, end, tier)
+        case "store from root":
+            return engine.stored(prompt, 0, end, tier)
+        case "remove":
+            return engine.removed(prompt, *range(start, end), tier=tier)
+        case "remove backwards":
+            return engine.removed(prompt, *reversed(range(start, end)), tier=tier)
+        case "remove one":
+            return engine.removed(prompt, min(start, engine.pages(prompt) - 1), tier=tier)
+        case _:
+            return CacheCleared()
+
+
+ENGINES = [Engine(1), Engine(1), Engine(2), Engine(4), Engine(8), Engine(1, True), Engine(4, True), Engine(16, True)]
+
+
+@st.composite
+def histories(draw: st.DrawFn) -> tuple[list[Prompt], dict[Holder, Engine], list[tuple[Holder, KvEvent]]]:
+    known = draw(prompts())
+    engines = {ANN: draw(st.sampled_from(ENGINES)), BOB: draw(st.sampled_from([*ENGINES, Engine(16), Engine(3)]))}
+    happened = draw(
+        st.lists(
+            st.sampled_from([ANN, ANN, BOB]).flatmap(
+                lambda holder: st.tuples(st.just(holder), steps(engines[holder], known))
+            ),
+            max_size=25,
+        )
+    )
+    return known, engines, happened
+
+
+@settings(max_examples=400, deadline=None)
+@given(histories())
+def test_any_history_gives_what_the_slow_index_gives(
+    history: tuple[list[Prompt], dict[Holder, Engine], list[tuple[Holder, KvEvent]]],
+) -> None:
+    known, engines, happened = history
+    index, slow = PrefixIndex(HASHER), {holder: SlowPages(engine) for holder, engine in engines.items()}
+    for holder in slow:
+        index.enrol(holder.worker, model="m")
+    chains = {(holder, prompt): engine.chain(prompt) for holder, engine in engines.items() for prompt in known}
+    for holder, event in happened:
+        index.apply_events(holder, [event])
+        slow[holder].apply(event)
+        for (looked, prompt), chain in chains.items():
+            assert index.match(chain).get(looked, 0) == slow[looked].blocks(prompt)
+    for holder, truth in slow.items():
+        assert index.contents(holder) == truth.contents()
+        for prompt in known:
+            pages = engines[holder].pages(prompt)
+            index.apply_events(
+                holder, [engines[holder].removed(prompt, *range(pages), tier=tier) for tier in Tier] * 40
+            )
+        assert (index.contents(holder), index.blocks(holder)) == ({}, 0)
+        assert not list(remembered(index, holder))
+    assert len(index) == 0
+
+
+def remembered(index: PrefixIndex, holder: Holder) -> Iterator[object]:
+    """What is kept of a cache that holds nothing."""
+    for holding in index._holdings[holder.worker].values():
+        yield from holding.credits.twins
+        for held in holding._sizes.values():
+            yield from (*held._orphans.by_hash, *held._orphans.by_parent, *held._copies)
+            yield from held._runs if isinstance(held, HeldPages) else held._names
+
+
+@pytest.mark.parametrize("name", ["pages", "pages4", "bigrams", "bigrams4"])
+def test_a_radix_cache_s_own_matches_are_predicted_exactly(name: str) -> None:
+    index, decoder = PrefixIndex(HASHER), KvDecoder()
+    index.enrol(ANN.worker, model="m")
+    engine = Engine(4 if "4" in name else 1, bigrams=name.startswith("bigrams"))
+    messages = list(read_recording(FIXTURES / f"{name}.bin"))
+    hits = 0
+    for line in (FIXTURES / f"{name}_truth.jsonl").read_text().splitlines():
+        asked = json.loads(line)
+        while messages and messages[0].sequence < asked["batches"]:
+            index.apply_events(ANN, decoder.decode(messages.pop(0).payload).events)
+        prompt = Prompt(tuple(asked["prompt"]), asked["salt"])
+        assert blocks(index, prompt, engine) == asked["held"] // 16
+        hits += asked["held"] >= 16
+    assert hits >= 16
