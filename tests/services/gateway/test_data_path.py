@@ -5,7 +5,7 @@ import json
 import logging
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 
@@ -22,6 +22,7 @@ from kvherd.core.errors import (
 )
 from kvherd.core.fleet.roster import Member
 from kvherd.core.ids import EngineHash, Rank, RequestId, WorkerId
+from kvherd.core.kv.bigrams import bigram_key
 from kvherd.core.kv.events import BlocksStored, KvEventBatch
 from kvherd.core.kv.hashing import PrefixHasher
 from kvherd.core.kv.index import Holder, PrefixIndex
@@ -42,7 +43,7 @@ from kvherd.testing.tokenizer import ByteTokenizer
 from kvherd.testing.workers import FakeResponder, FakeWorker
 
 ANN, BOB = WorkerId("grpc://ann:1"), WorkerId("grpc://bob:1")
-FACTS = WorkerFacts(WorkerKind.SGLANG_GRPC, ("m",), block_size=4)
+FACTS = WorkerFacts(WorkerKind.SGLANG_GRPC, ("m",), block_size=5)
 
 
 class NoFeed:
@@ -113,12 +114,12 @@ class Herd:
     def store(self, worker: WorkerId, text: str) -> None:
         """That worker says that it holds the blocks of this text."""
         tokens = text.encode()
-        blocks = len(tokens) // 4
+        blocks = len(tokens) // 5
         stored = BlocksStored(
-            tuple(EngineHash(hash(tokens[: 4 * (n + 1)]) & 0xFFFF) for n in range(blocks)),
+            tuple(EngineHash(hash(tokens[: 5 * (n + 1)]) & 0xFFFF) for n in range(blocks)),
             None,
-            tuple(tokens[: 4 * blocks]),
-            4,
+            tuple(tokens[: 5 * blocks]),
+            5,
         )
         self.index.apply(Holder(worker, Rank(0)), KvEventBatch(0, 0.0, Rank(0), (stored,)))
 
@@ -181,23 +182,37 @@ async def test_an_answer_is_passed_on_and_its_headers_say_who_gave_it() -> None:
 
 async def test_a_prompt_goes_where_its_prefix_is_and_the_header_says_how_much() -> None:
     async with herd(fake(ANN), fake(BOB)) as it:
-        it.store(BOB, "hello wo")
+        it.store(BOB, "hello worl")
         answer = await it.ask("hello world")
     assert answer.headers["x-kvherd-worker"] == BOB
-    assert answer.headers["x-kvherd-predicted-cached-tokens"] == "8"
+    assert answer.headers["x-kvherd-predicted-cached-tokens"] == "10"
     assert it.workers[BOB].calls[0].prompt_token_ids == list(b"hello world")
+
+
+@pytest.mark.parametrize(("paired", "tokens", "predicted"), [(False, 33, "32"), (True, 33, "16"), (True, 34, "32")])
+async def test_small_pages_earn_credit_by_sixteen_tokens_and_pairs_by_one_token_less(
+    paired: bool, tokens: int, predicted: str
+) -> None:
+    text = bytes(range(65, 65 + 40))
+    keys = tuple((bigram_key(text[number + 1]),) for number in range(39)) if paired else ()
+    pages = BlocksStored(tuple(map(EngineHash, range(39))), None, tuple(text[:39]), 1, extra_keys=keys)
+    async with herd(FakeWorker(ANN, facts=replace(FACTS, block_size=1)), fake(BOB)) as it:
+        it.index.apply_events(Holder(ANN, Rank(0)), [pages])
+        answer = await it.ask(text[:tokens].decode())
+    assert answer.headers["x-kvherd-worker"] == ANN
+    assert answer.headers["x-kvherd-predicted-cached-tokens"] == predicted
 
 
 async def test_the_last_token_is_never_predicted_to_be_cached() -> None:
     async with herd(fake(ANN)) as it:
-        it.store(ANN, "hello wo")
-        answer = await it.ask("hello wo")
-    assert answer.headers["x-kvherd-predicted-cached-tokens"] == "4"
+        it.store(ANN, "hello worl")
+        answer = await it.ask("hello worl")
+    assert answer.headers["x-kvherd-predicted-cached-tokens"] == "5"
 
 
 async def test_a_quarantined_worker_gets_no_credit_and_still_serves() -> None:
     async with herd(fake(ANN)) as it:
-        it.store(ANN, "hello wo")
+        it.store(ANN, "hello worl")
         it.quarantined.add(ANN)
         answer = await it.ask("hello world")
     assert (answer.status, answer.headers["x-kvherd-predicted-cached-tokens"]) == (200, "0")
@@ -355,7 +370,7 @@ async def test_an_empty_fleet_has_no_worker_rather_than_no_model() -> None:
 
 async def test_an_explanation_is_given_when_asked_for() -> None:
     async with herd(fake(ANN), fake(BOB)) as it:
-        it.store(BOB, "hello wo")
+        it.store(BOB, "hello worl")
         body = {"model": "m", "prompt": "hello world"}
         answer = await it.send(body, headers=((b"x-kvherd-explain", b"1"),))
         plain = await it.send(body)
@@ -375,9 +390,9 @@ async def test_two_requests_of_one_id_reach_a_worker_under_two() -> None:
 
 
 async def test_the_log_has_the_figures_and_never_the_prompt(caplog: pytest.LogCaptureFixture) -> None:
-    usage = Usage(prompt_tokens=11, cached_tokens=8, completion_tokens=2)
+    usage = Usage(prompt_tokens=11, cached_tokens=10, completion_tokens=2)
     async with herd(fake(ANN, usage=usage)) as it:
-        it.store(ANN, "hello wo")
+        it.store(ANN, "hello worl")
         with caplog.at_level(logging.INFO, "kvherd.access"):
             await it.ask("hello world")
         member = it.fleet.roster.get(ANN)
@@ -385,7 +400,7 @@ async def test_the_log_has_the_figures_and_never_the_prompt(caplog: pytest.LogCa
         assert (member.truth.decided, member.truth.error_rate) == (1, 0.0)
     line = json.loads(caplog.records[-1].message)
     assert (line["worker"], line["outcome"], line["status"]) == (ANN, "answered", 200)
-    assert (line["prompt_tokens"], line["predicted_cached_tokens"], line["cached_tokens"]) == (11, 8, 8)
+    assert (line["prompt_tokens"], line["predicted_cached_tokens"], line["cached_tokens"]) == (11, 10, 10)
     assert "hello" not in caplog.text
 
 
@@ -417,9 +432,9 @@ async def test_an_answer_that_does_not_say_what_was_cached_decides_nothing() -> 
 
 
 async def test_of_a_vllm_that_was_seen_to_tell_silence_is_a_zero() -> None:
-    worker = FakeWorker(ANN, facts=WorkerFacts(WorkerKind.VLLM_HTTP, ("m",), block_size=4), usage=Usage(11, 8, 2))
+    worker = FakeWorker(ANN, facts=WorkerFacts(WorkerKind.VLLM_HTTP, ("m",), block_size=5), usage=Usage(11, 10, 2))
     async with herd(worker) as it:
-        it.store(ANN, "hello wo")
+        it.store(ANN, "hello worl")
         await it.ask("hello world")
         worker.usage = Usage(11, None, 2)
         await it.ask("other world")
@@ -460,14 +475,14 @@ async def test_answers_about_more_or_other_than_was_predicted_decide_nothing(mor
 
 
 async def test_a_quarantined_worker_decides_nothing() -> None:
-    async with herd(fake(ANN, usage=Usage(11, 8, 2))) as it:
+    async with herd(fake(ANN, usage=Usage(11, 10, 2))) as it:
         it.quarantined.add(ANN)
         await it.ask()
         assert it.member(ANN).truth.undecided_by == {"quarantined": 1}
 
 
 async def test_the_third_wrong_answer_has_the_worker_rebuilt_and_says_why(caplog: pytest.LogCaptureFixture) -> None:
-    async with herd(fake(ANN, usage=Usage(11, 8, 2))) as it:
+    async with herd(fake(ANN, usage=Usage(11, 10, 2))) as it:
         for _ in range(2):
             await it.ask("hello world")
         assert it.entries.rebuilt == {}
@@ -503,7 +518,7 @@ class Streaming(FakeWorker):
 
 
 def streaming(kind: WorkerKind = WorkerKind.VLLM_HTTP) -> Streaming:
-    return Streaming(ANN, facts=WorkerFacts(kind, ("m",), block_size=4), answer_headers=EVENT_STREAM)
+    return Streaming(ANN, facts=WorkerFacts(kind, ("m",), block_size=5), answer_headers=EVENT_STREAM)
 
 
 async def test_of_streams_that_ask_for_no_usage_some_are_asked_and_the_client_does_not_see_it() -> None:
@@ -554,7 +569,7 @@ FULL = b',"vllm_xargs":{"kv_cache_report_mode":"full"}}'
 
 
 def vllm(**acts: object) -> FakeWorker:
-    facts = WorkerFacts(WorkerKind.VLLM_HTTP, ("m",), block_size=4)
+    facts = WorkerFacts(WorkerKind.VLLM_HTTP, ("m",), block_size=5)
     return FakeWorker(ANN, facts=facts, **acts)  # type: ignore[arg-type]
 
 
@@ -565,7 +580,7 @@ async def test_a_vllm_that_may_hold_untold_blocks_is_asked_to_tell_the_chains_th
         it.incomplete.add(ANN)
         it.store(ANN, "hello")
         await it.send(body)
-        it.store(ANN, "hello wo")
+        it.store(ANN, "hello worl")
         await it.send(body)
         whole, healed, known = [call.body for call in it.workers[ANN].calls]
         assert (whole, healed, known) == (body, body[:-1] + FULL, body)
@@ -593,7 +608,7 @@ async def test_only_a_vllm_whose_stream_is_live_is_asked_to_tell() -> None:
 
 
 async def test_of_a_worker_that_may_hold_untold_blocks_more_than_was_predicted_is_no_error_and_less_is() -> None:
-    async with herd(vllm(usage=Usage(11, 8, 2))) as it:
+    async with herd(vllm(usage=Usage(11, 10, 2))) as it:
         it.incomplete.add(ANN)
         it.store(ANN, "hello")
         await it.ask("hello world")

@@ -31,11 +31,11 @@ SGLANG, VLLM = METHODS
 
 
 def block(number: int, parent: int | None = None) -> BlocksStored:
-    return BlocksStored((EngineHash(number),), None if parent is None else EngineHash(parent), (number, 1), 2)
+    return BlocksStored((EngineHash(number),), None if parent is None else EngineHash(parent), (number, 1, 1), 3)
 
 
 def chain(*numbers: int) -> list[PrefixHash]:
-    return prefix_chain([token for one in numbers for token in (one, 1)], block_size=2, model="m", key=KEY)
+    return prefix_chain([token for one in numbers for token in (one, 1, 1)], block_size=3, model="m", key=KEY)
 
 
 async def until(condition: Callable[[], bool], what: str, within_s: float = 5.0) -> None:
@@ -257,5 +257,5 @@ async def test_a_clear_that_came_before_the_answer_needs_no_barrier() -> None:
 async def test_a_batch_of_a_hundred_thousand_blocks_arrives() -> None:
     hashes = tuple(EngineHash(number) for number in range(1, 100_001))
     async with herd(history_tokens=10_000_000) as it:
-        await it.publisher.publish(BlocksStored(hashes, None, tuple(range(200_000)), 2))
+        await it.publisher.publish(BlocksStored(hashes, None, tuple(range(300_000)), 3))
         await until(lambda: it.index.blocks(ANN0) == 100_000, "all of them", within_s=20)

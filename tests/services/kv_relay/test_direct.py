@@ -24,7 +24,7 @@ RELAY = RelayOptions(probe_s=0.05, replay_silence_s=0.2)
 
 
 def block(number: int, parent: int | None = None) -> BlocksStored:
-    return BlocksStored((EngineHash(number),), None if parent is None else EngineHash(parent), (number, 1), 2)
+    return BlocksStored((EngineHash(number),), None if parent is None else EngineHash(parent), (number, 1, 1), 3)
 
 
 @dataclass
@@ -60,7 +60,7 @@ async def test_what_was_published_before_and_after_is_known() -> None:
         async with followed(publisher) as it:
             await publisher.publish(block(2, 1))
             await it.holds(1, 2)
-            chain = prefix_chain([1, 1, 2, 1, 3, 1], block_size=2, model="m", key=KEY)
+            chain = prefix_chain([1, 1, 1, 2, 1, 1, 3, 1, 1], block_size=3, model="m", key=KEY)
             assert it.followers.match(chain) == {Holder(ANN, RANK): 2}
             await publisher.publish(BlocksRemoved((EngineHash(2),)), lost=True)
             await it.holds(1)

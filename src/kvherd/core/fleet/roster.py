@@ -17,6 +17,7 @@ from kvherd.core.fleet.breaker import Breaker, BreakerState
 from kvherd.core.fleet.health import Down, HealthJudge, Suspect, Up
 from kvherd.core.fleet.truth import Truth
 from kvherd.core.ids import RequestId, WorkerId
+from kvherd.core.kv.pages import folded_block
 from kvherd.core.routing.backlog import Backlog
 from kvherd.core.routing.candidate import Candidate, KvKnowledge
 from kvherd.core.routing.rates import PrefillRate, Turnover
@@ -72,6 +73,11 @@ class Member:
     backlog: Backlog = field(default_factory=Backlog)
     turnover: Turnover = field(default_factory=Turnover)
     truth: Truth = field(default_factory=Truth)
+
+    @property
+    def index_block_size(self) -> int:
+        """Tokens of the blocks that its cache is known in: its own, unless these are small pages; 0 if untold."""
+        return folded_block(self.block_size)
 
     @property
     def slug(self) -> str:

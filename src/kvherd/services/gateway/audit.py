@@ -66,7 +66,7 @@ class Audit:
         disturbed = _disturbed(member, match, alone=alone)
         # What is undecided from the start need not be watched: under load that is nearly everything.
         watch = Watch(0.0, disturbed) if disturbed else self._entries.watch(member.worker)
-        claim = Claim(match.tokens, member.block_size, match.exact)
+        claim = Claim(match.tokens, member.index_block_size, match.exact)
         return Trial(claim, watch, not disturbed, prompt_tokens, member.requests_total)
 
     def end(self, member: Member, trial: Trial) -> None:

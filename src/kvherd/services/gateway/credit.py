@@ -44,7 +44,7 @@ class Credit:
         self._memory = PrefixMemory()
 
     def matches(self, prompt: Prompt, members: Iterable[Member]) -> dict[WorkerId, Match]:
-        found: dict[tuple[str, int], dict[Holder, int]] = {}
+        found: dict[tuple[str, int, bool], dict[Holder, int]] = {}
         return {member.worker: self._match(prompt, member, found) for member in members}
 
     def sent(self, request: RequestId, prompt: Prompt, member: Member) -> None:
@@ -61,7 +61,7 @@ class Credit:
         """Its cache was flushed, or it is another process now."""
         self._memory.forget(worker)
 
-    def _match(self, prompt: Prompt, member: Member, found: dict[tuple[str, int], dict[Holder, int]]) -> Match:
+    def _match(self, prompt: Prompt, member: Member, found: dict[tuple[str, int, bool], dict[Holder, int]]) -> Match:
         kv = self._knowledge(member.worker)
         if kv is KvKnowledge.QUARANTINED:
             return Match(0, kv)
@@ -70,32 +70,34 @@ class Credit:
             blocks = self._memory.match(member.worker, chain)
             return Match(blocks * self._estimated_block_tokens(prompt, member), kv)
         chain = self._chain(prompt, member)
-        alike = (_namespace(member), member.block_size)  # these workers share the prompt's chain, and one look-up
+        paired = self._index.bigrams(member.worker)
+        alike = (_namespace(member), member.index_block_size, paired)  # these share the prompt's chain, and one look-up
         if alike not in found:
             found[alike] = self._index.match(chain)
         by_rank = _held(found[alike], member)
         held = self._coming.extend(member.worker, chain, min(by_rank))
-        # The last token is always computed: its logits are the answer's first.
-        most = (prompt.tokens - 1) // member.block_size if member.block_size else 0
+        # The last token is always computed: its logits are the answer's first. It makes no pair either.
+        most = (prompt.tokens - 1 - paired) // member.index_block_size if member.index_block_size else 0
         return Match(
-            max(0, min(held, most)) * member.block_size,
+            max(0, min(held, most)) * member.index_block_size,
             kv,
             exact=len(set(by_rank)) == 1 and not self._incomplete(member.worker),
             whole=held >= most,
         )
 
     def _chain(self, prompt: Prompt, member: Member) -> Sequence[PrefixHash]:
-        return prompt.chain(self._index.hasher, _namespace(member), member.block_size)
+        bigrams = self._index.bigrams(member.worker)
+        return prompt.chain(self._index.hasher, _namespace(member), member.index_block_size, bigrams=bigrams)
 
     def _estimated_chain(self, prompt: Prompt, member: Member) -> Sequence[PrefixHash]:
         if prompt.token_ids is None:
             return prompt.text_chain(self._index.hasher, _namespace(member))
-        return prompt.chain(self._index.hasher, _namespace(member), member.block_size or USUAL_BLOCK)
+        return prompt.chain(self._index.hasher, _namespace(member), member.index_block_size or USUAL_BLOCK)
 
     def _estimated_block_tokens(self, prompt: Prompt, member: Member) -> int:
         if prompt.token_ids is None:
             return TEXT_BLOCK_BYTES // BYTES_PER_TOKEN
-        return member.block_size or USUAL_BLOCK
+        return member.index_block_size or USUAL_BLOCK
 
 
 def _held(found: dict[Holder, int], member: Member) -> list[int]:

@@ -15,6 +15,7 @@ import msgspec
 
 from kvherd.core.errors import CallerError
 from kvherd.core.ids import PrefixHash
+from kvherd.core.kv.bigrams import bigram_keys
 from kvherd.core.kv.hashing import TOKEN_BYTES, PrefixHasher, token_bytes
 from kvherd.core.text.calls import ChatCall, CompletionCall
 from kvherd.ports.completions import Tokenizer
@@ -40,24 +41,27 @@ class Prompt:
     token_ids: Sequence[int] | None = None
     salt: str | None = None
     several: bool = False
-    _chains: dict[tuple[str, int], list[PrefixHash]] = field(default_factory=dict)
+    _chains: dict[tuple[str, int, bool], list[PrefixHash]] = field(default_factory=dict)
 
     @property
     def tokens(self) -> int:
         return len(self.text) // BYTES_PER_TOKEN if self.token_ids is None else len(self.token_ids)
 
-    def chain(self, hasher: PrefixHasher, model: str, block_size: int) -> list[PrefixHash]:
-        """Name its full blocks; empty if it was not tokenized or holds what is no token."""
+    def chain(self, hasher: PrefixHasher, model: str, block_size: int, *, bigrams: bool = False) -> list[PrefixHash]:
+        """Name its full blocks, of tokens or of pairs; empty if it was not tokenized or holds what is no token."""
         if self.token_ids is None or block_size <= 0:
             return []
-        known = self._chains.get((model, block_size))
+        known = self._chains.get((model, block_size, bigrams))
         if known is None:
             root = hasher.root(model=model, block_size=block_size, salt=self.salt)
             try:
-                known = hasher.extend(root, token_bytes(self.token_ids), block_size * TOKEN_BYTES)
+                tokens = token_bytes(self.token_ids)
+                keys = bigram_keys(self.token_ids, block_size) if bigrams else []
+                end = len(keys) * block_size * TOKEN_BYTES if bigrams else len(tokens)
+                known = hasher.extend(root, tokens[:end], block_size * TOKEN_BYTES, keys)
             except struct.error:  # ids from the client that no vocabulary has: whoever answers will say so
                 known = []
-            self._chains[model, block_size] = known
+            self._chains[model, block_size, bigrams] = known
         return known
 
     def text_chain(self, hasher: PrefixHasher, model: str) -> list[PrefixHash]:
