@@ -442,6 +442,13 @@ async def test_of_a_vllm_that_was_seen_to_tell_silence_is_a_zero() -> None:
         assert (truth.decided, truth.wrong, truth.unavailable) == (2, 0, 0)
 
 
+async def test_tokens_that_came_from_the_host_were_not_predicted_to_be_on_the_device() -> None:
+    async with herd(fake(ANN, usage=Usage(11, 8, 2, host_tokens=4))) as it:
+        it.store(ANN, "hell")
+        await it.ask("hello world")
+        assert (it.member(ANN).truth.decided, it.member(ANN).truth.wrong) == (1, 0)
+
+
 async def test_requests_that_overlap_decide_nothing_even_if_one_fits_within_the_other() -> None:
     async with herd(fake(ANN, first_byte_s=9.0, usage=Usage(11, 0, 2))) as it, asyncio.TaskGroup() as group:
         group.create_task(it.ask())

@@ -128,9 +128,8 @@ async def agreed(client: httpx.AsyncClient, said: str) -> int:
 
 @pytest.mark.parametrize("how", ["bridge", "direct"])
 async def test_traffic_brings_back_the_credit_of_what_was_stored_before_anyone_listened(how: str) -> None:
-    engine = StockVllm()
-    async with late(how, engine) as client:
-        assert (await worker_of(client))["kv"]["complete"] is False
+    async with late(how, StockVllm(step_s=0.002)) as client:
+        await sees(client, lambda one: one["kv"]["complete"] is False)
         for said in CONVERSATIONS:
             predicted, reported = await chat(client, said)
             assert predicted < reported, "it is cached there, and nobody had told"
@@ -146,19 +145,20 @@ async def test_traffic_brings_back_the_credit_of_what_was_stored_before_anyone_l
 
 
 async def test_in_an_epoch_that_began_late_nothing_is_predicted_that_was_evicted() -> None:
-    """Chains are told again while others push them out, in copies and without."""
-    async with late("direct", StockVllm(blocks=30)) as client:
+    """Chains are told again while others push them out. What an engine says in the middle of an answer is there before
+    its end; what it says last may not be when the next request comes, and then nothing is decided.
+    """
+    async with late("direct", StockVllm(blocks=30, step_s=0.003)) as client:
         for number in range(40):
             said = CONVERSATIONS[number % 3] + "and so on " * (number % 5)
-            predicted, reported = await chat(client, said)
-            assert predicted <= reported
+            await chat(client, said)
         truth = (await worker_of(client))["truth"]
         assert (truth["wrong"], truth["rebuilds"]) == (0, 0)
-        assert truth["decided"] >= 10
+        assert truth["decided"] >= 20
 
 
 async def test_a_flush_ends_what_is_not_known_and_predictions_are_exact_from_then_on() -> None:
-    async with late("bridge", StockVllm(), PathConfig(heal=HealMode.FLUSH)) as client:
+    async with late("bridge", StockVllm(step_s=0.002), PathConfig(heal=HealMode.FLUSH)) as client:
         worker = await sees(client, lambda one: one["kv"]["healings"] == 1)
         assert await chat(client, CONVERSATIONS[0]) == (0, 0)
         worker = await sees(client, lambda one: one["kv"]["complete"] and one["kv"]["blocks"] > 0)

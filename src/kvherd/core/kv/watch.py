@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from kvherd.core.kv.events import CacheCleared, KvEventBatch
 
-_TOLERANCE_S = 0.002
+_TOLERANCE_S = 0.0005
 """A request takes longer than this to reach its first step, and with it its own first events."""
 
 

@@ -82,6 +82,8 @@ class Audit:
         self, member: Member, trial: Trial, usage: Usage | None, reported: int | None, *, now_s: float
     ) -> Verdict:
         """Judge a complete answer: what it said of its cost, if anything, and the `reported_cached` tokens in that."""
+        if usage is not None and reported is not None:
+            reported -= usage.host_tokens  # the index credits what is on the device
         if usage is not None and usage.prompt_tokens != trial.prompt_tokens:
             trial.watch.happened("tokens differ")  # then it is another prompt that the claim was about
         truth = member.truth
