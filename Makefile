@@ -28,7 +28,7 @@ test-smg: $(STAMP) $(SMG)/.installed ## Our engine as the worker of a stock SMG 
 	KVHERD_SMG=$(SMG)/bin/smg $(BIN)/python -m pytest -m peers tests/peers/test_smg.py $(ARGS)
 
 test-vllm: $(STAMP) $(VLLM)/.installed $(STOCK_MODEL)/config.json ## Bridge and gateways over a stock vLLM on a CPU, installed into .venv-vllm (2.5 GB)
-	KVHERD_VLLM=$(VLLM) KVHERD_STOCK_MODEL=$(STOCK_MODEL) $(BIN)/python -m pytest -m peers tests/peers/test_vllm.py $(ARGS)
+	KVHERD_VLLM=$(VLLM) KVHERD_STOCK_MODEL=$(STOCK_MODEL) $(BIN)/python -m pytest -m peers tests/peers/test_vllm.py tests/peers/test_vllm_healing.py $(ARGS)
 
 test-sglang: $(STAMP) $(SGLANG)/.installed $(STOCK_MODEL)/config.json ## The same over a stock SGLang, installed into .venv-sglang (2.8 GB)
 	KVHERD_SGLANG=$(SGLANG) KVHERD_STOCK_MODEL=$(STOCK_MODEL) $(BIN)/python -m pytest -m peers tests/peers/test_sglang.py $(ARGS)

@@ -134,12 +134,14 @@ def begin_bridge(start: Start, engine_url: str, *options: str, port: int | None 
     return bridge
 
 
-def begin_gateway(start: Start, *workers: str, port: int | None = None, up: int = 0) -> GatewayProcess:
+def begin_gateway(
+    start: Start, *workers: str, port: int | None = None, up: int = 0, options: tuple[str, ...] = ()
+) -> GatewayProcess:
     """Start a gateway with these workers and wait until it answers and `up` of them are up."""
     chosen = port or free_ports((0, 1))
     words = [word for worker in workers for word in ("--worker", worker)]
-    options = ("--port", str(chosen), "--grpc-port", str(chosen + 1), "--max-retry-s", "0.5")
-    gateway = GatewayProcess(start("gateway", *options, *words), chosen)
+    own = ("--port", str(chosen), "--grpc-port", str(chosen + 1), "--max-retry-s", "0.5")
+    gateway = GatewayProcess(start("gateway", *own, *words, *options), chosen)
     gateway.process.wait_for(lambda: get(f"{gateway.url}/health")[0] == 200, what="the gateway answers")
     gateway.process.wait_for(lambda: gateway.has_up(up), what=f"{up} workers are up")
     return gateway

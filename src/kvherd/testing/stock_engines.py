@@ -94,11 +94,13 @@ class StockEngine:
         return self.metric("vllm:num_requests_running") + self.metric("sglang:num_running_reqs")
 
 
-def vllm(port: int, *, events: str, replay: str | None, dev_mode: bool = True) -> StockServer:
+def vllm(
+    port: int, *, events: str, replay: str | None, dev_mode: bool = True, replay_batches: int = 10_000
+) -> StockServer:
     """vLLM listens at an `events` of `ipc://`, and connects to one of `tcp://`."""
     kv_events = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": events, "topic": "kv-events"}
     if replay:
-        kv_events["replay_endpoint"] = replay
+        kv_events |= {"replay_endpoint": replay, "buffer_steps": replay_batches}
     options = {
         "model": str(model_directory()),
         "served-model-name": MODEL,
