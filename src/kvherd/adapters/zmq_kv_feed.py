@@ -4,9 +4,11 @@
     DEALER → ROUTER  [b"", start]     ROUTER → DEALER  [b"", topic?, number, payload]… [b"", b"", ff × 8, b""]
 
 A SUB socket reconnects in silence, so its monitor is read before any frame is given away: the handshake of a connection
-is reported there before its first frame can be received.
+is reported there before its first frame can be received. A peer that does not even answer ZeroMQ's own heartbeats is
+given up, so that a connection that died unseen is made again.
 """
 
+import asyncio
 from collections import deque
 from types import TracebackType
 from typing import Final, Self
@@ -16,13 +18,18 @@ import zmq.asyncio
 from zmq.utils.monitor import parse_monitor_message
 
 from kvherd.core.errors import StartFailed
-from kvherd.core.kv.feed import Connected, Frame, Received, Replayed
+from kvherd.core.kv.feed import Connected, Disconnected, Frame, Received, Replayed
 
 END: Final = b"\xff" * 8
 QUEUED_FRAMES: Final = 10_000
 """Frames that wait to be read; a publisher drops what is beyond, and the gap is replayed."""
 PIECE_FRAMES: Final = 1_000
 AT_ONCE: Final = 256
+HEARTBEAT_MS: Final = 1_000
+SILENT_MS: Final = 3_000
+_HANDSHAKE_FAILED: Final = (
+    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+)
 
 
 class ZmqFrameFeed:
@@ -46,6 +53,8 @@ class ZmqFrameFeed:
         self._topic = topic
         self._bind_events = bind_events
         self._ready: deque[Received] = deque()
+        self._publishers = 0
+        self._failed = False
 
     @property
     def can_replay(self) -> bool:
@@ -59,7 +68,12 @@ class ZmqFrameFeed:
         self._sub.set(zmq.RECONNECT_IVL, 50)
         self._sub.set(zmq.RECONNECT_IVL_MAX, 1_000)
         self._sub.subscribe(self._topic)
-        self._monitor = self._sub.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
+        self._sub.set(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
+        self._sub.set(zmq.HEARTBEAT_TIMEOUT, SILENT_MS)
+        self._publishers, self._failed = 0, False
+        self._monitor = self._sub.get_monitor_socket(
+            zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | _HANDSHAKE_FAILED
+        )
         # Read without the event loop: a poll says that there is something, and then everything is taken at once.
         self._sub_now: zmq.Socket[bytes] = zmq.Socket.shadow(self._sub.underlying)
         self._monitor_now: zmq.Socket[bytes] = zmq.Socket.shadow(self._monitor.underlying)
@@ -86,16 +100,24 @@ class ZmqFrameFeed:
         self._sub.disable_monitor()
         self._context.destroy(linger=0)
 
-    async def next(self, *, within_s: float) -> Received | Connected | None:
-        if not self._ready:
-            await self._poller.poll(within_s * 1000)
-            self._take(AT_ONCE)
-        if self._reconnected():
-            self._ready.clear()
-            while self._take(AT_ONCE):
+    async def next(self, *, within_s: float) -> Received | Connected | Disconnected | None:
+        loop = asyncio.get_running_loop()
+        until_s = loop.time() + within_s
+        while True:
+            if not self._ready:
+                await self._poller.poll(max(0.0, until_s - loop.time()) * 1000)
+                self._take(AT_ONCE)
+            change = self._change()
+            if change is not None or self._publishers != 1:
                 self._ready.clear()
-            return Connected()
-        return self._ready.popleft() if self._ready else None
+                while self._take(AT_ONCE):
+                    self._ready.clear()
+            if change is not None:
+                return change
+            if self._ready:
+                return self._ready.popleft()
+            if loop.time() >= until_s:
+                return None
 
     async def replay(self, start: int, *, silence_s: float) -> Replayed:
         assert self.replay_endpoint is not None
@@ -130,15 +152,38 @@ class ZmqFrameFeed:
         return at_most
 
     def _frame(self, parts: list[bytes]) -> Frame | None:
-        if len(parts) != 2 or len(parts[0]) != 8:
+        if len(parts) != 2 or len(parts[0]) != 8 or parts[0] == END:
             self.bad_frames += 1
             return None
         return Frame(int.from_bytes(parts[0], "big"), parts[1])
 
-    def _reconnected(self) -> bool:
-        """Whether a connection was made since the last look."""
-        made = False
+    def _change(self) -> Connected | Disconnected | None:
+        """What became of the connection since the last look, if anything did."""
+        changed = False
         while self._monitor_now.poll(0):
-            event = parse_monitor_message(self._monitor_now.recv_multipart(zmq.NOBLOCK))
-            made = made or event["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED
-        return made
+            changed = (
+                self._count(parse_monitor_message(self._monitor_now.recv_multipart(zmq.NOBLOCK))["event"]) or changed
+            )
+        if not changed:
+            return None
+        match self._publishers:
+            case 0:
+                return Disconnected("its connection is broken")
+            case 1:
+                return Connected()
+            case several:
+                return Disconnected(f"{several} publishers at once are connected to {self.events_endpoint}")
+
+    def _count(self, event: int) -> bool:
+        """Whether this changed who is connected. A handshake that fails ends as a connection that was none."""
+        if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+            self._publishers += 1
+        elif event != zmq.EVENT_DISCONNECTED:
+            self._failed = True
+            return False
+        elif self._failed:
+            self._failed = False
+            return False
+        else:
+            self._publishers = max(0, self._publishers - 1)
+        return True

@@ -3,20 +3,21 @@
 from contextlib import AbstractAsyncContextManager
 from typing import Protocol
 
-from kvherd.core.kv.feed import Connected, Received, Replayed
+from kvherd.core.kv.feed import Connected, Disconnected, Received, Replayed
 
 
 class FrameFeed(AbstractAsyncContextManager["FrameFeed"], Protocol):
     """One rank's publisher: live frames, and replays of past ones. Entering it opens it, leaving it closes it.
 
     Frames may be lost and come from a publisher that was restarted in between; `Connected` is told before the first
-    frame of every new connection, and frames that were queued when it was made are thrown away.
+    frame of every new connection, and frames that were queued when it was made are thrown away. While there is no
+    connection, or several publishers at once, no frame is given: `Disconnected` says so.
     """
 
     @property
     def can_replay(self) -> bool: ...
 
-    async def next(self, *, within_s: float) -> Received | Connected | None:
+    async def next(self, *, within_s: float) -> Received | Connected | Disconnected | None:
         """The next thing that happens, or None if nothing does in time. Safe to cancel: nothing is lost by it."""
         ...
 

@@ -55,6 +55,25 @@ def test_a_clear_of_before_the_order_counts_for_nothing() -> None:
     assert barrier.flushed([ZERO], ordered_s=10.0, answered_s=10.2) == {ZERO}
 
 
+def test_the_clear_of_one_flush_is_not_taken_for_that_of_the_next() -> None:
+    """1. A flush is answered. 2. Its clear is on its way, with a store. 3. The next flush is answered. 4. That batch
+    arrives."""
+    barrier = flushed()
+    assert barrier.flushed([ZERO], ordered_s=20.0, answered_s=20.1) == {ZERO}
+    assert barrier.judge(batch(19.9, CacheCleared(), stored(1)), now_s=20.2) == Outdated()
+    assert barrier.owes
+    assert barrier.judge(batch(20.3, CacheCleared(), stored(2)), now_s=20.3) == Current((CacheCleared(), stored(2)))
+    late = flushed()
+    late.flushed([ZERO], ordered_s=20.0, answered_s=20.1)
+    assert late.judge(batch(30.0, CacheCleared(), stored(3)), now_s=30.0) == Current((CacheCleared(), stored(3)))
+
+
+def test_a_clear_beyond_those_owed_is_the_next_flush_s_own() -> None:
+    barrier = flushed()
+    barrier.judge(batch(20.1, CacheCleared(), CacheCleared()), now_s=20.1)
+    assert barrier.flushed([ZERO], ordered_s=20.0, answered_s=20.2) == set()
+
+
 def test_of_a_batch_with_clears_only_what_follows_the_last_holds() -> None:
     barrier = flushed()
     told = batch(10.0, CacheCleared(), stored(1), CacheCleared(), stored(2))

@@ -6,10 +6,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvherd.core.kv.feed import (
+    ANSWERS_AT_ONCE,
     TRIES,
     AskReplay,
     BeginLife,
     Connected,
+    Disconnected,
     EndLife,
     FeedEvent,
     Forward,
@@ -39,6 +41,7 @@ def begun(*numbers: int) -> RankFeed:
     feed = RankFeed()
     assert feed.handle(Connected()) == [AskReplay(0)]
     feed.handle(Replayed(frames(*numbers), ended=True))
+    feed.handle(Replayed(frames(*numbers[-1:]), ended=True))
     return feed
 
 
@@ -46,8 +49,16 @@ def test_a_life_begins_with_what_the_publisher_has_already_sent() -> None:
     feed = RankFeed()
     assert feed.handle(Connected()) == [AskReplay(0)]
     told = feed.handle(Replayed(frames(0, 1), ended=True))
-    assert told == [BeginLife(0), Forward(frame(0)), Forward(frame(1))]
-    assert feed.handle(Received(frame(2))) == [Forward(frame(2))]
+    assert told == [BeginLife(0), Forward(frame(0)), Forward(frame(1)), AskReplay(1)]
+    assert feed.handle(Replayed(frames(1), ended=True)) == []
+
+
+def test_the_first_live_frame_is_forwarded_once_a_replay_has_brought_it_too() -> None:
+    feed = begun(0, 1)
+    assert feed.handle(Received(frame(2))) == [AskReplay(1)]
+    assert forwarded(feed.handle(Replayed(frames(1, 2), ended=True))) == [2]
+    feed.handle(Replayed(frames(2), ended=True))
+    assert feed.handle(Received(frame(3))) == [Forward(frame(3))]
 
 
 def test_a_life_that_is_joined_late_says_how_much_it_lacks() -> None:
@@ -170,10 +181,15 @@ def test_without_replay_every_doubt_ends_the_life() -> None:
     (end,) = feed.handle(Connected())
     assert isinstance(end, EndLife)
     assert feed.handle(Received(frame(6, "b"))) == [BeginLife(6), Forward(frame(6, "b"))]
-    end, *_ = feed.handle(Received(frame(2, "c")))
+    (end,) = feed.handle(Received(frame(2, "c")))
     assert isinstance(end, EndLife)
-    end, *_ = feed.handle(Replaced())
+    assert feed.handle(Received(frame(3, "c"))) == [BeginLife(3), Forward(frame(3, "c"))]
+    (end,) = feed.handle(Replaced())
     assert isinstance(end, EndLife)
+    feed.handle(Received(frame(4, "c")))
+    (end,) = feed.handle(Disconnected("its connection broke"))
+    assert isinstance(end, EndLife)
+    assert feed.doubt == "its connection broke"
 
 
 # --- any history -------------------------------------------------------------------------------------------
@@ -242,12 +258,19 @@ class World:
             assert first == self.unknown_before
 
 
+PLAIN: dict[str, FeedEvent] = {
+    "reconnect": Connected(),
+    "disconnect": Disconnected("its connection broke"),
+    "idle": Idle(),
+}
+
 acts = st.one_of(
     st.tuples(st.just("publish"), st.booleans()),
     st.tuples(st.just("publish"), st.booleans()),
     st.tuples(st.just("repeat"), st.integers(0, 6)),
     st.tuples(st.just("restart"), st.integers(0, 8)),
     st.tuples(st.just("reconnect"), st.none()),
+    st.tuples(st.just("disconnect"), st.none()),
     st.tuples(st.just("idle"), st.none()),
     st.tuples(st.just("kept"), st.sampled_from([0, 1, 3, 1_000])),
     st.tuples(st.just("loses"), st.frozensets(st.integers(0, 12), max_size=3)),
@@ -268,10 +291,8 @@ def test_whatever_happens_what_is_known_is_one_life_without_a_hole(history: list
                 world.tell(Received(world.sent[-1 - back]))
             case "restart", int(silent):
                 world.restart(silent)
-            case "reconnect", _:
-                world.tell(Connected())
-            case "idle", _:
-                world.tell(Idle())
+            case (("reconnect" | "disconnect" | "idle"), _):
+                world.tell(PLAIN[act])
             case "kept", int(kept):
                 world.kept = kept
             case "loses", frozenset() as numbers:
@@ -282,6 +303,7 @@ def test_whatever_happens_what_is_known_is_one_life_without_a_hole(history: list
                 pass
         world.check()
     world.kept, world.loses, world.ends = 1_000, frozenset(), True
+    world.tell(Connected())
     world.publish(lost=False)
     world.tell(Idle())
     assert world.known is not None
@@ -298,10 +320,109 @@ def test_a_first_answer_that_does_not_come_is_asked_for_a_few_times() -> None:
     assert feed.handle(Received(frame(3))) == [BeginLife(3), Forward(frame(3))]
 
 
-def test_a_held_frame_that_turns_out_another_life_ends_this_one() -> None:
-    """1. Frame 4 of life b shows a gap. 2. The replay brings frame 4 of life a, proved by frame 1."""
+def test_a_live_frame_that_a_replay_contradicts_ends_the_life_until_they_agree() -> None:
+    """1. Frame 4 of life b shows a gap. 2. The replay brings frame 4 of life a, proved by frame 1. 3. No frame that
+    comes is believed, nor any replay, until one brings the frame too."""
     feed = begun(0, 1)
     feed.handle(Received(frame(4, "b")))
-    told = feed.handle(Replayed(frames(1, 2, 3, 4), ended=True))
-    assert any(isinstance(one, EndLife) for one in told)
-    assert told[-1] == AskReplay(0)
+    (end,) = feed.handle(Replayed(frames(1, 2, 3, 4), ended=True))
+    assert isinstance(end, EndLife)
+    assert feed.handle(Idle()) == []
+    assert feed.handle(Received(frame(5, "b"))) == [AskReplay(5)]
+    assert feed.handle(Replayed(frames(5), ended=True)) == []
+    assert "replays are not of the publisher" in feed.doubt
+    assert feed.handle(Received(frame(6, "b"))) == [AskReplay(6)]
+    assert feed.handle(Replayed(frames(6, life="b"), ended=True)) == [AskReplay(0)]
+    told = feed.handle(Replayed(frames(4, 5, 6, life="b"), ended=True))
+    assert told[0] == BeginLife(4)
+    assert feed.handle(Received(frame(7, "b"))) == [Forward(frame(7, "b"))]
+
+
+def test_a_new_connection_decides_between_a_live_frame_and_a_replay() -> None:
+    feed = begun(0, 1)
+    feed.handle(Received(frame(4, "b")))
+    feed.handle(Replayed(frames(1, 2, 3, 4), ended=True))
+    assert feed.handle(Connected()) == [AskReplay(0)]
+    assert forwarded(feed.handle(Replayed(frames(0, 1, life="b"), ended=True))) == [0, 1]
+
+
+def test_a_frame_of_a_dead_life_that_fits_the_new_one_is_not_forwarded() -> None:
+    """1. A replay is answered by life b, before the end of life a's connection is noticed. 2. A frame of a comes that
+    waited: its number is the next one of b."""
+    feed = begun(0, 1)
+    feed.handle(Received(frame(2)))
+    feed.handle(Replayed(frames(1, 2), ended=True))
+    feed.handle(Idle())
+    (end,) = feed.handle(Replayed(frames(2, life="b"), ended=True))
+    assert isinstance(end, EndLife)
+    assert feed.handle(Received(frame(3))) == [AskReplay(3)]
+    assert feed.handle(Replayed((), ended=True)) == []
+    feed.handle(Connected())
+    assert forwarded(feed.handle(Replayed(frames(0, 1, 2, life="b"), ended=True))) == [0, 1, 2]
+
+
+def test_a_first_live_frame_that_no_replay_brings_begins_a_life_of_its_own() -> None:
+    feed = begun(0, 1)
+    told = feed.handle(Received(frame(2, "b")))
+    for _ in range(TRIES):
+        assert told == [AskReplay(1)]
+        told = feed.handle(Replayed(frames(1), ended=True))
+    assert told[1:] == [BeginLife(2), Forward(frame(2, "b"))]
+
+
+def test_a_late_frame_that_no_kept_one_speaks_for_ends_the_life() -> None:
+    feed = RankFeed()
+    feed.handle(Connected())
+    feed.handle(Replayed(frames(5, 6), ended=True))
+    end, ask = feed.handle(Received(frame(4)))
+    assert isinstance(end, EndLife)
+    assert ask == AskReplay(0)
+    told = feed.handle(Replayed(frames(5, 6), ended=True))
+    assert isinstance(told[-1], EndLife)
+
+
+def test_what_is_not_proved_is_in_doubt_and_says_why() -> None:
+    feed = RankFeed()
+    assert feed.doubt == "there was no connection to it yet"
+    feed.handle(Connected())
+    assert feed.doubt == "nothing is known of it yet"
+    feed.handle(Replayed(frames(0), ended=True))
+    feed.handle(Replayed(frames(0), ended=True))
+    assert feed.doubt == ""
+    feed.handle(Received(frame(3)))
+    assert "batches are missing" in feed.doubt
+    feed.handle(Replayed(frames(0, 1, 2, 3), ended=True))
+    feed.handle(Replayed(frames(3), ended=True))
+    assert feed.doubt == ""
+    feed.handle(Idle())
+    assert "does not answer" in feed.doubt
+    feed.handle(Replayed((), ended=False))
+    assert "does not answer" in feed.doubt
+    feed.handle(Received(frame(4)))
+    assert "does not answer" in feed.doubt, "a later one may be lost as well"
+    feed.handle(Idle())
+    feed.handle(Replayed(frames(4), ended=True))
+    assert feed.doubt == ""
+    feed.handle(Disconnected("its connection broke"))
+    assert feed.doubt == "its connection broke"
+
+
+def test_a_publisher_that_did_not_answer_at_first_is_asked_again_when_it_is_quiet() -> None:
+    feed = RankFeed()
+    told = feed.handle(Connected())
+    for _ in range(TRIES):
+        assert told == [AskReplay(0)]
+        told = feed.handle(Replayed((), ended=False))
+    assert feed.handle(Idle()) == [AskReplay(0)]
+    assert feed.handle(Disconnected("its connection broke")) == []
+    assert feed.handle(Idle()) == []
+
+
+def test_a_publisher_that_is_never_quiet_is_not_asked_for_ever() -> None:
+    feed = begun(0)
+    told, number = feed.handle(Idle()), 0
+    while told and number < 2 * ANSWERS_AT_ONCE:
+        told = feed.handle(Replayed(frames(number, number + 1), ended=True))
+        told = [one for one in told if isinstance(one, AskReplay)]
+        number += 1
+    assert 1 < number <= ANSWERS_AT_ONCE

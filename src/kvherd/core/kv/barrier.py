@@ -3,7 +3,8 @@
 Events of before a flush may come after its answer: they were on their way. So from the answer on, a rank's events are
 out of date until its clear comes, or a batch that its engine stamped later. A rank whose clear came between the order
 and the answer is right already, and is not held back. vLLM and SGLang publish their clear with their next step only,
-first in its batch; kvherd's engine publishes it at once.
+first in its batch; kvherd's engine publishes it at once. Flushes and their clears are counted: the clear of one may
+come after the answer to the next.
 """
 
 from collections.abc import Iterable
@@ -43,7 +44,11 @@ class FlushBarrier:
     """When the last flush was answered, by our wall clock; None: there was none."""
     _passed: set[Rank] = field(default_factory=set)
     _dropped: set[Rank] = field(default_factory=set)
+    _owed: dict[Rank, int] = field(default_factory=dict)
+    """Of ranks that are held back: how many clears of obeyed flushes are still to come. One is enough for one flush
+    only: it may have been on its way when the next was ordered."""
     _cleared_s: dict[Rank, float] = field(default_factory=dict)
+    """When the last clear came that was not owed."""
 
     def flushed(self, ranks: Iterable[Rank], *, ordered_s: float, answered_s: float) -> set[Rank]:
         """A flush was obeyed; those of `ranks` whose clear did not come since the order hold nothing from now on.
@@ -51,9 +56,16 @@ class FlushBarrier:
         `ordered_s` is of the clock of `judge`, `answered_s` of the wall clock.
         """
         early = {rank for rank, cleared_s in self._cleared_s.items() if cleared_s >= ordered_s}
+        late = set(ranks) - early
+        self._owed = {rank: 1 + self._owed.get(rank, 0) for rank in late}
         self._answered_s, self._passed = answered_s, early
         self._dropped.clear()
-        return set(ranks) - early
+        return late
+
+    @property
+    def owes(self) -> bool:
+        """Some rank is held back, and was told of what it may hold after all."""
+        return bool(self._dropped - self._passed)
 
     def holds_back(self, rank: Rank) -> bool:
         return self._answered_s is not None and rank not in self._passed
@@ -62,21 +74,28 @@ class FlushBarrier:
         """What the rank holds was told while it was held back, and was not taken."""
         self._dropped.add(rank)
 
-    def forget(self, rank: Rank) -> None:
-        """What the rank holds is told from zero: what was dropped before counts no more."""
-        self._dropped.discard(rank)
-
     def judge(self, batch: KvEventBatch, *, now_s: float) -> Verdict:
         clears = [number for number, event in enumerate(batch.events) if isinstance(event, CacheCleared)]
-        if clears:
-            self._cleared_s[batch.rank] = now_s
-        if self._answered_s is None or batch.rank in self._passed:
+        if not self.holds_back(batch.rank):
+            if clears:
+                self._cleared_s[batch.rank] = now_s
             return Current(batch.events)
-        if clears:
-            self._passed.add(batch.rank)
+        assert self._answered_s is not None
+        owed = self._owed.get(batch.rank, 1) - len(clears)
+        if clears and owed <= 0:
+            if owed < 0:
+                self._cleared_s[batch.rank] = now_s
+            self._pass(batch.rank)
             return Current(batch.events[clears[-1] :])
+        self._owed[batch.rank] = owed
         if batch.timestamp_s <= self._answered_s + self.skew_s:
             self._dropped.add(batch.rank)
             return Outdated()
-        self._passed.add(batch.rank)
+        self._pass(batch.rank)
+        if clears:
+            return Current(batch.events[clears[-1] :])
         return Unsure() if batch.rank in self._dropped else Current(batch.events, anew=True)
+
+    def _pass(self, rank: Rank) -> None:
+        self._passed.add(rank)
+        self._owed.pop(rank, None)

@@ -7,11 +7,14 @@ The rules:
    and what follows belongs to the same life; if it comes back different, or the publisher is not as far, this is
    another life.
 3. A connection that was made anew proves nothing: until such a replay, nothing is forwarded.
-4. What cannot be filled or proved ends the life: everything known is void, and `unknown_before` says how many batches
+4. A replay comes over another connection than live frames, perhaps of another life: the first live frame is forwarded
+   only once a replay has brought the same one.
+5. What cannot be filled or proved ends the life: everything known is void, and `unknown_before` says how many batches
    of the next life were never seen.
 
-An engine answers a replay from its start to its end and loses from the middle, so an answer counts as far as it is
-contiguous, and the rest is asked for again, until an answer brings nothing new `TRIES` times.
+An engine answers a replay from its start to its end and loses from the middle and the end, so an answer counts as far
+as it is contiguous, and the rest is asked for again, until an answer brings nothing new: once if nothing is known to be
+missing, else `TRIES` times.
 """
 
 from dataclasses import dataclass, field
@@ -20,6 +23,8 @@ from typing import Final, assert_never
 from kvherd.core.kv.cursor import BIRTH, Admitted, Missing, RankCursor, Repeated, Restarted
 
 TRIES: Final = 3
+ANSWERS_AT_ONCE: Final = 100
+"""A publisher that is never quiet brings something new in every answer; live frames do as well."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +55,13 @@ class Connected:
 
 
 @dataclass(frozen=True, slots=True)
+class Disconnected:
+    """There is no connection to one publisher now; frames that were queued, and those that come, are thrown away."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class Idle:
     """Nothing came for a while: the last frames may have been lost without a later one to show it."""
 
@@ -67,7 +79,7 @@ class Replaced:
     """The publisher's process is a new one, says who started it."""
 
 
-FeedEvent = Received | Connected | Idle | Replayed | Replaced
+FeedEvent = Received | Connected | Disconnected | Idle | Replayed | Replaced
 
 # --- what to do --------------------------------------------------------------------------------------------
 
@@ -109,39 +121,84 @@ class RankFeed:
 
     can_replay: bool = True
     _cursor: RankCursor = field(default_factory=RankCursor)
+    _cut: str = "there was no connection to it yet"
+    """Why there is no connection, if there is none."""
     _held: Frame | None = None
-    """The live frame that showed a gap."""
+    """The live frame that showed a gap, or that is compared with a replay."""
+    _linked: bool = False
+    """A live frame of this connection is part of this life, so those that follow it are."""
+    _torn: bool = False
+    """On this connection, a replay and a live frame contradicted each other; no replay is believed until they agree."""
     _unproved: bool = False
     """A connection was made since the last proof."""
     _tries: int = 0
+    _answers: int = 0
+    """Answers in a row."""
+    _asked: bool = False
+    _ended: bool = True
+    """The last answer was whole. Live frames do not tell that no later one was lost: they may have waited for long."""
 
     @property
     def last(self) -> int | None:
         """The number of the last frame forwarded; None if none was, -1 if none was published."""
         return self._cursor.last
 
+    @property
+    def doubt(self) -> str:
+        """Why the publisher may have sent more than was forwarded, or be another one; empty if nothing speaks for it.
+
+        Doubts are part of every replay and every new connection. Those that last are a fault.
+        """
+        if self._cut:
+            return self._cut
+        if self._torn:
+            return "its replays are not of the publisher whose events come"
+        if self._cursor.last is None:
+            return "nothing is known of it yet"
+        if self._held is not None or self._unproved:
+            return "batches are missing, and its replay does not bring them"
+        return "its replay does not answer to the end" if self._asked or not self._ended else ""
+
     def handle(self, event: FeedEvent) -> list[Instruction]:
+        instructions = self._handle(event)
+        self._asked = any(isinstance(one, AskReplay) for one in instructions)
+        self._answers = self._answers + 1 if self._asked else 0
+        return instructions
+
+    def _handle(self, event: FeedEvent) -> list[Instruction]:
         match event:
             case Received(frame):
                 return self._received(frame)
             case Connected():
                 return self._connected()
+            case Disconnected(reason):
+                return self._disconnected(reason)
             case Idle():
-                return [self._ask()] if self.can_replay and self._cursor.last is not None else []
+                return self._idle()
             case Replayed(frames, ended):
+                self._ended = ended
                 return self._replayed(frames, ended=ended)
             case Replaced():
                 return self._new_life("its process was replaced")
             case _:
                 assert_never(event)
 
+    # --- live frames and connections ---------------------------------------------------------------------------
+
     def _received(self, frame: Frame) -> list[Instruction]:
+        if self._torn:
+            self._held = frame
+            return [AskReplay(frame.sequence)]
         if self._cursor.last is None:
             return self._first(frame)
+        if self.can_replay and not self._linked and frame.sequence > self._cursor.last:
+            self._held = frame
+            return [self._ask()]
         match self._cursor.judge(frame.sequence, frame.mark):
             case Admitted():
                 return [Forward(frame)]
             case Repeated():
+                self._linked = True
                 return []
             case Missing() as gap:
                 self._held = frame
@@ -152,10 +209,11 @@ class RankFeed:
     def _first(self, frame: Frame) -> list[Instruction]:
         """Nothing is known of this life and it cannot be asked, or did not answer."""
         self._cursor.judge(frame.sequence, frame.mark)
+        self._linked = True
         return [BeginLife(frame.sequence), Forward(frame)]
 
     def _connected(self) -> list[Instruction]:
-        self._held = None
+        self._cut, self._held, self._linked, self._torn = "", None, False, False
         if self.can_replay:
             self._unproved = self._cursor.last not in (None, BIRTH)
             self._tries = 0
@@ -164,20 +222,59 @@ class RankFeed:
             return []
         return self._new_life("its connection was made anew, and it has no replay to prove itself by")
 
+    def _disconnected(self, reason: str) -> list[Instruction]:
+        self._cut, self._held, self._linked, self._torn = reason, None, False, False
+        if self.can_replay or self._cursor.last is None:
+            return []
+        return self._new_life(f"{reason}, and it has no replay to prove itself by")
+
+    def _idle(self) -> list[Instruction]:
+        if not self.can_replay or self._torn or (self._cut and self._cursor.last is None):
+            return []
+        return [self._ask()]
+
+    # --- replays -----------------------------------------------------------------------------------------------
+
     def _ask(self) -> AskReplay:
         return AskReplay(max(self._cursor.last or 0, 0))
 
     def _replayed(self, frames: tuple[Frame, ...], *, ended: bool) -> list[Instruction]:
+        if self._torn:
+            return self._mended(frames)
+        if self._contradicted(frames):
+            return self._tear()
         if self._cursor.last is None:
             return self._born(frames, ended=ended)
         before = self._cursor.last
         verdict = self._compare(frames, ended=ended)
         if verdict is not None:
-            return self._new_life(verdict)
+            # Of a publisher whose live frames were known a moment ago, and whose connection stands.
+            return self._tear(verdict) if self._linked else self._new_life(verdict)
         forwarded = self._admit(frames)
         if forwarded or (frames and before >= 0):
             self._unproved = False
         return forwarded + self._after_replay(progress=self._cursor.last != before, ended=ended)
+
+    def _contradicted(self, frames: tuple[Frame, ...]) -> bool:
+        """Whether the live frame that waits came back as another one."""
+        held = self._held
+        return held is not None and any(one.sequence == held.sequence and one.mark != held.mark for one in frames)
+
+    def _tear(self, reason: str = "") -> list[Instruction]:
+        """Live frames and replays are not of one life: one of them will prove to be of the past, or neither is right.
+
+        A new connection decides, or a live frame that a replay brings too.
+        """
+        known, self._cursor = self._cursor.last is not None, RankCursor()
+        self._held, self._linked, self._unproved, self._tries, self._torn = None, False, False, 0, True
+        return [EndLife(reason or "its replay brings other batches than its events were")] if known else []
+
+    def _mended(self, frames: tuple[Frame, ...]) -> list[Instruction]:
+        held, self._held = self._held, None
+        if held is None or not frames or frames[0] != held:
+            return []
+        self._torn, self._linked = False, True
+        return [self._ask()]
 
     def _born(self, frames: tuple[Frame, ...], *, ended: bool) -> list[Instruction]:
         """The first answer of a life: it may begin in the middle, but what it brings is contiguous or left out."""
@@ -222,27 +319,33 @@ class RankFeed:
 
     def _after_replay(self, *, progress: bool, ended: bool) -> list[Instruction]:
         """Go on, ask again, or give up."""
-        instructions: list[Instruction] = []
-        held, self._held = self._held, None
-        gap = False
-        if held is not None:
-            match self._cursor.judge(held.sequence, held.mark):
-                case Admitted():
-                    instructions.append(Forward(held))
-                case Missing():
-                    gap, self._held = True, held
-                case Repeated():
-                    pass
-                case Restarted():
-                    return self._new_life(f"batch {held.sequence} is not what it was")
-        unfinished = gap or self._unproved or (progress and not ended)
-        if not unfinished:
+        settled = self._settle_held()
+        if settled is None:
+            return self._tear()
+        more = progress and (not ended or self._answers < ANSWERS_AT_ONCE)
+        if self._held is None and not self._unproved and not more:
             self._tries = 0
-            return instructions
+            return settled
         self._tries = 0 if progress else self._tries + 1
         if self._tries < TRIES:
-            return [*instructions, self._ask()]
-        return instructions + self._give_up_filling()
+            return [*settled, self._ask()]
+        return settled + self._give_up_filling()
+
+    def _settle_held(self) -> list[Instruction] | None:
+        """Forward the frame that waits if all before it has come; None if it is of another life than the replay."""
+        held, last = self._held, self._cursor.last
+        if held is None or last is None:
+            return []
+        if held.sequence <= last:
+            self._held, self._linked = None, True
+            return [] if self._cursor.proves(held.sequence, held.mark) else None
+        if not self._linked or held.sequence > last + 1:
+            return []
+        self._held = None
+        self._cursor.judge(held.sequence, held.mark)
+        return [Forward(held)]
+
+    # --- ends of lives -----------------------------------------------------------------------------------------
 
     def _give_up_filling(self) -> list[Instruction]:
         held, self._held = self._held, None
@@ -250,7 +353,8 @@ class RankFeed:
         self._unproved, self._tries = False, 0
         ended: list[Instruction] = []
         if before is not None and held is not None:
-            ended.append(EndLife(f"batches {before + 1} to {held.sequence - 1} are lost and no replay brings them"))
+            lost = f"batches {before + 1} to {held.sequence - 1} are lost and no replay brings them"
+            ended.append(EndLife(lost if held.sequence > before + 1 else f"no replay brings batch {held.sequence}"))
         elif before is not None:
             ended.append(EndLife("its connection was made anew, and no replay proved that it is the same"))
         return ended + (self._first(held) if held is not None else [])
@@ -263,11 +367,11 @@ class RankFeed:
         return [EndLife(lost), *self._first(held)]
 
     def _new_life(self, reason: str, frame: Frame | None = None) -> list[Instruction]:
-        """`frame`, if there is one, is known to be of the new life."""
+        """`frame`, if there is one, is of the new life, unless it is a late one of the old: a replay has to tell."""
         known, self._cursor = self._cursor.last is not None, RankCursor()
-        self._held, self._unproved, self._tries = None, False, 0
+        self._held, self._linked, self._unproved, self._tries = None, False, False, 0
         ended: list[Instruction] = [EndLife(reason)] if known else []
-        if self.can_replay:
-            self._held = frame
-            return [*ended, self._ask()]
-        return ended + (self._first(frame) if frame is not None else [])
+        if not self.can_replay:
+            return ended
+        self._held = frame
+        return [*ended, self._ask()]

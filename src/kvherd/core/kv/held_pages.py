@@ -63,19 +63,18 @@ class HeldPages:
 
     def remove(self, event: BlocksRemoved) -> None:
         """Pages that are not held are ignored: they were stored before anyone listened."""
-        tier, runs = event.tier, self._runs
         for page in event.block_hashes:
-            run = runs.get(page)
-            if run is None:
-                if page in self._orphans.by_hash:
-                    self._remove_copy(page, None, tier)
-            elif tier is Tier.DEVICE and page not in self._copies:
-                offset = run.pages.index(page)
-                self._leave_device(run, offset)
-                if not run.on_device >> offset:
-                    self._trim(run)
-            else:
-                self._remove_copy(page, run, tier)
+            run = self._runs.get(page)
+            copies = self._copies_of(page, run)
+            had = copies.pop(event.tier, 0)
+            if had > 1:
+                copies[event.tier] = had - 1
+            if had:
+                self._set_copies(page, run, copies)
+            if run is not None and not copies:
+                self._trim(run)
+            elif had and not copies:
+                self._orphans.pop(page)
 
     def cap(self) -> None:
         self.capped = True
@@ -147,21 +146,17 @@ class HeldPages:
 
     def _trim(self, run: PageRun) -> None:
         """Forget the pages at the end that are gone, as far as nothing hangs from them."""
-        keep = run.on_device.bit_length()
-        if run.branches:
-            keep = max(keep, max(run.branches) - run.at)
-        if self._copies:
-            keep = max([keep, *(offset + 1 for offset, page in enumerate(run.pages) if page in self._copies)])
-        if keep == len(run.pages):
-            return
-        for page in run.pages[keep:]:
+        while run.pages:
+            page, number = run.pages[-1], run.end
+            if run.on_device >> (len(run.pages) - 1) or page in self._copies or number in (run.branches or ()):
+                break
+            run.pages.pop()
             del self._runs[page]
-        del run.pages[keep:]
-        run.tokens = run.tokens[: keep * self.page_bytes]
-        run.name = None
-        if run.extra_keys:
-            run.extra_keys = {number: keys for number, keys in run.extra_keys.items() if number < run.end}
-        if not keep and run.up is not None:
+            run.name = None
+            if run.extra_keys:
+                run.extra_keys.pop(number - 1, None)
+        run.tokens = run.tokens[: len(run.pages) * self.page_bytes]
+        if not run.pages and run.up is not None:
             run.cut()
             self._trim(run.up)
 
@@ -204,18 +199,6 @@ class HeldPages:
         there = page in self._orphans.by_hash if run is None else run.on_device >> run.pages.index(page) & 1
         return dict(ONE_ON_DEVICE) if there else {}
 
-    def _remove_copy(self, page: EngineHash, run: PageRun | None, tier: Tier) -> None:
-        copies = self._copies_of(page, run)
-        had = copies.pop(tier, 0)
-        if had > 1:
-            copies[tier] = had - 1
-        if had:
-            self._set_copies(page, run, copies)
-        if not copies and run is not None:
-            self._trim(run)
-        elif not copies:
-            self._orphans.pop(page)
-
     def _set_copies(self, page: EngineHash, run: PageRun | None, copies: Copies) -> None:
         if copies and copies != ONE_ON_DEVICE:
             self._copies[page] = copies
@@ -224,17 +207,14 @@ class HeldPages:
         if run is None:
             return
         offset = run.pages.index(page)
-        if Tier.DEVICE not in copies:
-            self._leave_device(run, offset)
-        elif not run.on_device >> offset & 1:
-            run.on_device |= 1 << offset
-            for one in run.behind(run.at + offset):
+        bit, number = 1 << offset, run.at + offset
+        if Tier.DEVICE in copies and not run.on_device & bit:
+            run.on_device |= bit
+            for one in run.behind(number):
                 self._credit(one)
-
-    def _leave_device(self, run: PageRun, offset: int) -> None:
-        if run.on_device >> offset & 1:
-            run.on_device ^= 1 << offset
-            for one in run.behind(run.at + offset) if run.branches else (run,):
+        elif Tier.DEVICE not in copies and run.on_device & bit:
+            run.on_device &= ~bit
+            for one in run.behind(number):
                 self._discredit(one)
 
     def _credit(self, run: PageRun) -> None:

@@ -50,8 +50,8 @@ class Following:
 
     @property
     def incomplete(self) -> bool:
-        """Some rank may hold blocks that nobody told of."""
-        return bool(self._incomplete)
+        """Some rank may hold blocks that nobody told of, or that were told behind a barrier and not believed."""
+        return bool(self._incomplete) or self.barrier.owes
 
     def forget(self) -> None:
         self.index.clear_worker(self.worker)

@@ -7,7 +7,6 @@ publisher's life ends, every subscriber starts over, and is told again what the 
 import asyncio
 import logging
 import secrets
-import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack
@@ -17,8 +16,6 @@ from typing import Self, assert_never
 
 from kvherd.core.errors import FrameInvalid
 from kvherd.core.ids import Epoch, Rank
-from kvherd.core.kv.barrier import Current, FlushBarrier, Outdated, Unsure
-from kvherd.core.kv.events import CacheCleared, KvEventBatch
 from kvherd.core.kv.feed import (
     AskReplay,
     BeginLife,
@@ -46,15 +43,20 @@ from kvherd.wire.vllm_kv import KvDecoder
 
 log = logging.getLogger(__name__)
 
+_CALM_S = 0.05
+"""What was taken back is told again once nothing came for so long that speaks against it."""
+
 
 @dataclass(frozen=True, slots=True)
 class RelayOptions:
     """`probe_s`: after this long without a frame the publisher is asked whether that was all. `replay_silence_s`: how
-    long a replay may say nothing. `history_tokens`: how far a subscriber may fall behind, in `core/kv/pieces` weight.
+    long a replay may say nothing. `doubt_s`: how long what was told may be in doubt before it is taken back.
+    `history_tokens`: how far a subscriber may fall behind, in `core/kv/pieces` weight.
     """
 
     probe_s: float = 2.0
     replay_silence_s: float = 1.0
+    doubt_s: float = 2.0
     history_tokens: int = HISTORY_TOKENS
 
 
@@ -67,12 +69,15 @@ class _RankLine:
         self.feed = RankFeed(can_replay=frames.can_replay)
         self.decoder = KvDecoder()
         self.replaced = False
+        self.doubt_ends: asyncio.TimerHandle | None = None
+        self.taken_back = False
+        self.asked_s = 0.0
 
 
 class KvRelay:
     """Implements `KvStream` for the publishers of one engine. An async context manager; subscribe inside it only.
 
-    `counts` has `frames`, `bad_batches`, `untranslatable`, `lives`, `replays` and `flushes`, since the start.
+    `counts` has `frames`, `bad_batches`, `untranslatable`, `lives` and `replays`, since the start.
     """
 
     def __init__(
@@ -86,7 +91,6 @@ class KvRelay:
         self._dice = dice
         self._lines = {rank: _RankLine(rank, feed) for rank, feed in sorted(feeds.items())}
         self.counts: Counter[str] = Counter()
-        self._barrier = FlushBarrier()
         self._life = self._new_life({})
 
     @property
@@ -104,23 +108,14 @@ class KvRelay:
         cursors: Mapping[Rank, int] | None = None,
         epoch: Epoch | None = None,
     ) -> Subscription:
+        for line in self._lines.values():
+            if line.taken_back:
+                raise StreamBroken(f"rank {line.rank}: {line.feed.doubt}")
         return self._life.begin(start_sequence_number, cursors or {}, epoch)
 
     def rank_started(self, rank: Rank) -> None:
         """Say that the rank's process is a new one: what it published before is void. Call it after a restart."""
         self._lines[rank].replaced = True
-
-    def flushed(self, ordered_s: float) -> None:
-        """Say that the engine obeyed a flush, ordered at `ordered_s` by the event loop's clock.
-
-        Subscribers are told at once that nothing is held, whenever the engine will publish that; what it published
-        before and is still on its way is kept from them.
-        """
-        self.counts["flushes"] += 1
-        answered_s = time.time()
-        for rank in self._barrier.flushed(self._lines, ordered_s=ordered_s, answered_s=answered_s):
-            self._life.histories[rank].append(answered_s, (CacheCleared(),))
-        self._life.tell()
 
     async def __aenter__(self) -> Self:
         async with AsyncExitStack() as stack:
@@ -134,31 +129,61 @@ class KvRelay:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        for line in self._lines.values():
+            if line.doubt_ends is not None:
+                line.doubt_ends.cancel()
         self._life.finish(StreamBroken("the relay is stopping"))
         for task in self._tasks:
             task.cancel()
         await self._stack.aclose()
 
     async def _follow(self, line: _RankLine) -> None:
+        loop = asyncio.get_running_loop()
         while True:
-            event: FeedEvent | None = await line.frames.next(within_s=self._options.probe_s)
+            self._weigh(line)
+            calm = line.taken_back and not line.feed.doubt
+            event: FeedEvent | None = await line.frames.next(within_s=_CALM_S if calm else self._options.probe_s)
+            asked = False
             if line.replaced:
                 line.replaced = False
-                await self._handle(line, Replaced())
-            await self._handle(line, Idle() if event is None else event)
+                asked = await self._handle(line, Replaced())
+            if event is not None or not calm:
+                asked = await self._handle(line, event or Idle()) or asked
+            if line.feed.doubt and loop.time() - line.asked_s >= self._options.probe_s:
+                await self._handle(line, Idle())  # frames that keep coming must not keep the question back
+            elif calm and not asked and not line.feed.doubt:
+                line.taken_back = False
 
-    async def _handle(self, line: _RankLine, event: FeedEvent) -> None:
-        todo = deque(line.feed.handle(event))
+    async def _handle(self, line: _RankLine, event: FeedEvent) -> bool:
+        """Whether the publisher was asked for a replay."""
+        todo, asked = deque(line.feed.handle(event)), False
         while todo:
             instruction = todo.popleft()
             if isinstance(instruction, AskReplay):
                 self.counts["replays"] += 1
+                self._weigh(line)
                 answer = await line.frames.replay(instruction.start, silence_s=self._options.replay_silence_s)
+                asked, line.asked_s = True, asyncio.get_running_loop().time()
                 todo.extend(line.feed.handle(answer))
             else:
                 self._carry_out(line, instruction)
                 self._life.tell()
                 await asyncio.sleep(0)  # a burst that is here already must not run past readers that keep up
+        return asked
+
+    def _weigh(self, line: _RankLine) -> None:
+        """What is in doubt for a while is taken back."""
+        if line.feed.doubt and line.doubt_ends is None and not line.taken_back:
+            line.doubt_ends = asyncio.get_running_loop().call_later(self._options.doubt_s, self._take_back, line)
+        elif not line.feed.doubt and line.doubt_ends is not None:
+            line.doubt_ends.cancel()
+            line.doubt_ends = None
+
+    def _take_back(self, line: _RankLine) -> None:
+        """End every stream, and accept none until the doubt is over. What is known is kept: it may prove true."""
+        line.doubt_ends, line.taken_back = None, True
+        log.warning("what rank %d holds is not told any more: %s", line.rank, line.feed.doubt)
+        self._end_life(EpochEnded(f"rank {line.rank}: {line.feed.doubt}"), {})
 
     def _carry_out(self, line: _RankLine, instruction: Instruction) -> None:
         match instruction:
@@ -192,30 +217,18 @@ class KvRelay:
             reason = f"rank {line.rank}, batch {frame.sequence}: {error.reason}"
             self._void(line, StreamUntranslatable(reason), frame.sequence + 1)
         else:
-            self._tell(line, KvEventBatch(frame.sequence, batch.timestamp_s, line.rank, batch.events))
-
-    def _tell(self, line: _RankLine, batch: KvEventBatch) -> None:
-        events = batch.events
-        match self._barrier.judge(batch, now_s=asyncio.get_running_loop().time()):
-            case Current(current):
-                events = current
-            case Outdated():
-                return
-            case Unsure():
-                reason = f"rank {line.rank}: events around a flush were dropped"
-                self._void(line, EpochEnded(reason), max(batch.sequence, 1))
-            case verdict:
-                assert_never(verdict)
-        if events:
-            self._life.histories[line.rank].append(batch.timestamp_s, events)
+            if batch.events:
+                self._life.histories[line.rank].append(batch.timestamp_s, batch.events)
 
     def _void(self, line: _RankLine, end: StreamLost, unknown_before: int = 0) -> None:
         """End the epoch; the next begins with the other ranks as they are and this one empty."""
         log.warning("%s", end)
         line.decoder = KvDecoder()
-        self._barrier.forget(line.rank)
-        before, self._life = self._life, self._new_life({**self._life.histories, line.rank: None})
+        self._end_life(end, {line.rank: None})
         self._life.histories[line.rank].unknown_before = unknown_before
+
+    def _end_life(self, end: StreamLost, changed: Mapping[Rank, None]) -> None:
+        before, self._life = self._life, self._new_life({**self._life.histories, **changed})
         before.finish(end)
 
     def _new_life(self, before: Mapping[Rank, RankHistory | None]) -> Life:
