@@ -122,6 +122,7 @@ async def test_an_answer_that_comes_too_late_is_dropped_and_counted_and_never_th
         assert report.silent == (Rank(0),)
         assert 0.19 <= loop.time() - began_s < 0.6
         late = await rank.ordered()
+        assert await rank.hears() == ipc.Withdraw(late)
         async with asyncio.TaskGroup() as group:
             flush = group.create_task(scheduler.flush(timeout_s=1.0))
             order = await rank.ordered()
@@ -304,3 +305,27 @@ async def test_a_drain_ends_what_is_still_in_flight_when_its_time_is_over() -> N
         with pytest.raises(EngineStopping):
             await first
         assert failures == []
+
+
+async def test_an_order_whose_caller_left_is_withdrawn_from_ranks_that_did_not_answer() -> None:
+    async with herd(2) as (scheduler, [ann, bob], _):
+        flush = asyncio.ensure_future(scheduler.flush(timeout_s=60.0, hold=True))
+        order = await ann.ordered()
+        assert await bob.ordered() == order
+        await ann.answer(order)
+        await _state(scheduler, ann, bob)  # answers come in order: ann's has been read
+        flush.cancel()
+        assert await bob.hears() == ipc.Withdraw(order)
+        await asyncio.wait([flush])
+        assert scheduler.open_orders == 0
+        await bob.answer(order)
+        await _state(scheduler, ann, bob)
+        assert scheduler.late_answers == 1
+
+
+async def test_an_order_that_a_rank_left_without_an_answer_is_withdrawn_at_its_time() -> None:
+    async with herd() as (scheduler, [rank], _):
+        report = await scheduler.state(timeout_s=0.05)
+        assert report.silent == (0,)
+        order = await rank.ordered()
+        assert await rank.hears() == ipc.Withdraw(order)

@@ -14,6 +14,7 @@ import asyncio
 import contextlib
 import itertools
 import logging
+import time
 import uuid
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -128,6 +129,10 @@ class ZmqScheduler:
         return self._orders.late_answers
 
     @property
+    def open_orders(self) -> int:
+        return len(self._orders)
+
+    @property
     def live_requests(self) -> int:
         return len(self._streams)
 
@@ -164,7 +169,8 @@ class ZmqScheduler:
 
     async def flush(self, *, timeout_s: float, hold: bool = False) -> OrderReport:
         order = self._new_order()
-        return await self._order(ipc.FlushOrder(order, timeout_s, hold), order, timeout_s + ORDER_GRACE_S)
+        message = ipc.FlushOrder(order, timeout_s, hold, time.monotonic())
+        return await self._order(message, order, timeout_s + ORDER_GRACE_S)
 
     async def state(self, *, timeout_s: float = 5.0) -> OrderReport:
         order = self._new_order()
@@ -262,10 +268,20 @@ class ZmqScheduler:
             async with asyncio.timeout(wait_s):
                 return await done
         except TimeoutError:
+            self._withdraw(order)
             return self._orders.close(order)
+        except asyncio.CancelledError:
+            self._withdraw(order)
+            raise
         finally:
             del self._reports[order]
             self._orders.forget(order)
+
+    def _withdraw(self, order: OrderId) -> None:
+        """Nobody waits for it any more: it must not hold anybody back where it still waits."""
+        for rank in self._orders.silent(order):
+            with contextlib.suppress(QueueFull):  # a rank that takes no frame at all is dead or will be declared so
+                self._send(rank, ipc.Withdraw(order))
 
     # --- sockets ------------------------------------------------------------
 

@@ -24,6 +24,16 @@ class Scheduler(Protocol):
         """The latest load each rank reported by itself; `state` asks for the truth of the moment."""
         ...
 
+    @property
+    def late_answers(self) -> int:
+        """Answers to orders that came when nobody waited for them any more."""
+        ...
+
+    @property
+    def open_orders(self) -> int:
+        """Orders that wait for an answer now."""
+        ...
+
     def generate(self, request: GenerationRequest) -> AsyncIterator[TokenDelta]:
         """Stream the deltas of one generation, in order, without loss; the last has `finish`.
 
@@ -40,7 +50,7 @@ class Scheduler(Protocol):
         """Order every rank to clear its cache; `timeout_s` 0 is now or refused.
 
         Returns within `timeout_s` plus a small grace: ranks that gave no answer are `silent`. Late answers are
-        dropped. Raises `SchedulerDied`.
+        dropped. Cancelling withdraws it: it holds nobody back any more. Raises `SchedulerDied`.
         """
         ...
 

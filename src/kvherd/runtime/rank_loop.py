@@ -120,8 +120,11 @@ class RankLoop:
                 self._tell(self._scheduler.submit(request, now_s))
             case ipc.Abort(request, reason):
                 self._tell(self._scheduler.abort(request, reason, now_s))
-            case ipc.FlushOrder(order, timeout_s, hold):
-                self._tell(self._scheduler.flush(order, timeout_s=timeout_s, hold=hold, now_s=now_s))
+            case ipc.FlushOrder(order, timeout_s, hold, asked_s):
+                news = self._scheduler.flush(order, timeout_s=timeout_s, hold=hold, now_s=now_s, asked_s=asked_s)
+                self._tell(news)
+            case ipc.Withdraw(order):
+                self._tell(self._scheduler.withdraw(order, now_s))
             case ipc.StateOrder(order):
                 self._tell(self._scheduler.state(order, now_s))
             case ipc.Stop(reason):

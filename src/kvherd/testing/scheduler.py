@@ -1,8 +1,8 @@
 """A scheduler in this process: every token is known beforehand, and every fault comes when it is told to."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
-from contextlib import suppress
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
 from kvherd.core.engine.generation import Finish, FinishReason, GenerationRequest, TokenDelta, TokenLogprob
@@ -58,7 +58,7 @@ class FakeScheduler:
     """Implements `ports.scheduler.Scheduler`. A token takes `step_s`; none comes while `stalled`.
 
     `refusals` are why a rank will not flush, `silent` ranks answer no order. `submitted` and `aborted` say what reached
-    it: requests, and ids of those that were ended before their time.
+    it: requests, and ids of those that were ended before their time. `withdrawn` counts orders whose caller left.
     """
 
     def __init__(self, facts: Sequence[RankFacts] = (), *, step_s: float = 0.0, order_grace_s: float = 1.0) -> None:
@@ -69,6 +69,9 @@ class FakeScheduler:
         self.refusals: dict[Rank, str] = {}
         self.silent: set[Rank] = set()
         self.failure: EngineError | None = None
+        self.late_answers = 0
+        self.open_orders = 0
+        self.withdrawn = 0
         self._step_s = step_s
         self._order_grace_s = order_grace_s
         self._stalled = False
@@ -136,9 +139,10 @@ class FakeScheduler:
         self._raise_failure()
         self.flush_calls.append((timeout_s, hold))
         order = self._new_order()
-        waited = await self._idle_within(timeout_s)
-        if self.silent:
-            await asyncio.sleep(self._order_grace_s)
+        with self._under_way():
+            waited = await self._idle_within(timeout_s)
+            if self.silent:
+                await asyncio.sleep(self._order_grace_s)
         self._raise_failure()
         answers = [self._flushed(order, facts.rank, timeout_s, idle=waited) for facts in self.ranks]
         if all(answer.done for answer in answers):
@@ -219,6 +223,17 @@ class FakeScheduler:
             life.woken.set()
 
     # --- orders -------------------------------------------------------------------------------
+
+    @contextmanager
+    def _under_way(self) -> Iterator[None]:
+        self.open_orders += 1
+        try:
+            yield
+        except asyncio.CancelledError:
+            self.withdrawn += 1
+            raise
+        finally:
+            self.open_orders -= 1
 
     async def _idle_within(self, timeout_s: float) -> bool:
         if timeout_s <= 0:

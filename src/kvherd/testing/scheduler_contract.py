@@ -15,6 +15,7 @@ from kvherd.core.engine.generation import FinishReason, GenerationRequest, Limit
 from kvherd.core.errors import RequestDuplicate
 from kvherd.core.ids import RequestId
 from kvherd.ports.scheduler import Scheduler
+from kvherd.testing.patience import until
 
 PROMPT = list(range(97, 97 + 20)) * 3
 LONG = 400
@@ -45,6 +46,11 @@ async def running_becomes(scheduler: Scheduler, running: int) -> None:
             if sum(answer.load.running + answer.load.waiting for answer in report.answers if answer.load) == running:
                 return
             await asyncio.sleep(0.01)
+
+
+async def orders_become(scheduler: Scheduler, count: int) -> None:
+    """Once they are open they are on their way: what is asked next is heard later."""
+    await until(lambda: scheduler.open_orders == count)
 
 
 class SchedulerContract:
@@ -172,3 +178,19 @@ class SchedulerContract:
             assert [answer.rank for answer in report.answers] == [facts.rank for facts in scheduler.ranks]
             assert all(answer.load is not None and answer.load.running == 0 for answer in report.answers)
             assert len(scheduler.loads) == len(scheduler.ranks)
+
+    async def test_a_flush_whose_caller_left_holds_nobody_back_and_clears_nothing(self) -> None:
+        async with self.opened() as scheduler:
+            async with aclosing(deltas_of(scheduler, asked("a", tokens=LONG))) as deltas:
+                await anext(deltas)
+                flush = asyncio.ensure_future(scheduler.flush(timeout_s=60.0, hold=True))
+                await orders_become(scheduler, 1)
+                flush.cancel()
+                await asyncio.wait([flush])
+                assert flush.cancelled()
+                other = [97 + n % 20 for n in range(64)]
+                async with asyncio.timeout(5):
+                    assert (await read_all(scheduler, asked("b", prompt=other)))[-1].completion_tokens == 4
+            await running_becomes(scheduler, 0)
+            assert (await read_all(scheduler, asked("c", prompt=other)))[-1].cached_tokens == 48
+            assert scheduler.open_orders == 0

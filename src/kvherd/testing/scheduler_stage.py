@@ -156,6 +156,9 @@ class Stage:
         self.answers[name] = []
         self._hear(self.scheduler.flush(OrderId(name), timeout_s=timeout_s, hold=hold, now_s=self.now_s))
 
+    def withdraw(self, name: str) -> None:
+        self._hear(self.scheduler.withdraw(OrderId(name), self.now_s))
+
     def start_step(self) -> bool:
         self.plan = self.scheduler.plan_step()
         if self.plan is not None:

@@ -1,7 +1,7 @@
 """What the servicer and a scheduler process say to each other: msgpack with a schema, one message a frame.
 
-    servicer → rank   Submit · Abort · FlushOrder · StateOrder · Stop       (PUSH → PULL)
-    rank → servicer   Ready · Stepped · OrderAnswered · Fatal               (PUSH → PULL)
+    servicer → rank   Submit · Abort · FlushOrder · StateOrder · Withdraw · Stop       (PUSH → PULL)
+    rank → servicer   Ready · Stepped · OrderAnswered · Fatal                          (PUSH → PULL)
 
 Both sides are of one version: unknown fields are ignored, missing ones are an error. A frame that does not decode
 raises `FrameInvalid` and nothing else.
@@ -31,16 +31,24 @@ class Abort(msgspec.Struct, frozen=True, tag="abort"):
 class FlushOrder(msgspec.Struct, frozen=True, tag="flush"):
     """Clear every cached block, now or (`timeout_s` > 0) when fully idle; `hold` queues new requests behind it.
 
-    `timeout_s` counts from the caller's call; the servicer subtracts what has passed.
+    `timeout_s` counts from the caller's call: `asked_s` is its moment on the machine's monotonic clock, which both
+    sides read; None is the moment at which the rank reads this.
     """
 
     order: OrderId
     timeout_s: float = 0.0
     hold: bool = False
+    asked_s: float | None = None
 
 
 class StateOrder(msgspec.Struct, frozen=True, tag="state"):
     """Tell your state of this moment."""
+
+    order: OrderId
+
+
+class Withdraw(msgspec.Struct, frozen=True, tag="withdraw"):
+    """Whoever gave this order waits no longer: forget it if it still waits. Not answered."""
 
     order: OrderId
 
@@ -51,7 +59,7 @@ class Stop(msgspec.Struct, frozen=True, tag="stop"):
     reason: str = ""
 
 
-ToRank = Submit | Abort | FlushOrder | StateOrder | Stop
+ToRank = Submit | Abort | FlushOrder | StateOrder | Withdraw | Stop
 
 
 class Ready(msgspec.Struct, frozen=True, tag="ready"):

@@ -568,3 +568,47 @@ def test_without_a_host_tier_nothing_is_written() -> None:
     stage.submit(request("first", EIGHT, 1))
     stage.run_dry()
     assert not stage.start_write()
+
+
+def test_a_flush_that_is_withdrawn_is_not_answered_and_holds_nobody_back() -> None:
+    stage = Stage(limits())
+    stage.submit(request("busy", EIGHT, 50))
+    stage.step()
+    stage.flush("held", 60.0, hold=True)
+    stage.submit(request("later", [9] * 8, 2))
+    stage.step()
+    assert stage.tokens("later") == []
+    stage.withdraw("held")
+    stage.step()
+    stage.step()
+    assert len(stage.tokens("later")) == 2
+    stage.run_dry()
+    assert stage.answers["held"] == []
+    assert CacheCleared() not in stage.events
+
+
+def test_a_withdrawal_leaves_other_flushes_and_finished_ones_alone() -> None:
+    stage = Stage(limits())
+    stage.submit(request("busy", EIGHT, 50))
+    stage.step()
+    stage.flush("mine", 60.0)
+    stage.flush("yours", 60.0)
+    stage.withdraw("mine")
+    stage.withdraw("nobody's")
+    stage.run_dry()
+    assert stage.answers["mine"] == []
+    assert stage.answer("yours").done
+    stage.withdraw("yours")
+    assert stage.answer("yours").done
+
+
+def test_the_time_of_a_flush_counts_from_when_its_caller_called() -> None:
+    stage = Stage(limits())
+    stage.submit(request("busy", EIGHT, 50))
+    stage.step()
+    stage.now_s = 100.0
+    late = stage.scheduler.flush(OrderId("late"), timeout_s=5.0, hold=False, now_s=100.0, asked_s=97.0)
+    assert late.answers == ()
+    assert stage.scheduler.next_deadline_s == 102.0
+    news = stage.scheduler.flush(OrderId("too late"), timeout_s=5.0, hold=False, now_s=100.0, asked_s=90.0)
+    assert [(answer.order, answer.timed_out) for answer in news.answers] == [("too late", True)]

@@ -31,6 +31,7 @@ class AnySchedule(RuleBasedStateMachine):
         self.requests: dict[str, GenerationRequest] = {}
         self.due_s: dict[str, float] = {}
         self.aborted: set[str] = set()
+        self.withdrawn: set[str] = set()
         self.serial = 0
 
     @rule(
@@ -88,6 +89,17 @@ class AnySchedule(RuleBasedStateMachine):
         self.due_s[f"f{self.serial}"] = self.stage.now_s + timeout_s
         self.stage.flush(f"f{self.serial}", timeout_s, hold=hold)
 
+    @precondition(lambda self: self.waiting_flushes())
+    @rule(data=st.data())
+    def withdraw(self, data: st.DataObject) -> None:
+        name = data.draw(st.sampled_from(self.waiting_flushes()))
+        del self.due_s[name]
+        self.stage.withdraw(name)
+        self.withdrawn.add(name)
+
+    def waiting_flushes(self) -> list[str]:
+        return sorted(name for name in self.due_s if not self.stage.answers[name])
+
     @rule(seconds=st.sampled_from([0.25, 0.5, 2.0]))
     def pass_time(self, seconds: float) -> None:
         self.stage.pass_time(seconds)
@@ -107,6 +119,7 @@ class AnySchedule(RuleBasedStateMachine):
             return
         self.stage.pass_time(10.0)
         self.every_flush_is_answered_once_and_in_time()
+        assert not any(self.stage.answers[name] for name in self.withdrawn)
         self.stage.run_dry()
         self.stage.write_all()
         for name, what in self.requests.items():

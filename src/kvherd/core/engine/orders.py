@@ -41,6 +41,11 @@ class Orders:
             return None
         return self.close(answer.order)
 
+    def silent(self, order: OrderId) -> tuple[Rank, ...]:
+        """The ranks that have not answered it yet; none if it is not under way."""
+        under_way = self._open.get(order)
+        return tuple(rank for rank in under_way.ranks if rank not in under_way.answers) if under_way else ()
+
     def close(self, order: OrderId) -> OrderReport:
         """End it now, with whatever has come; ranks without an answer are silent."""
         under_way = self._open.pop(order)

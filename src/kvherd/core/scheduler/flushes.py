@@ -1,7 +1,8 @@
 """Flushes that wait for an idle moment.
 
-Each is answered exactly once: done when the cache is cleared, timed out at its time, or refused at once. All that
-wait share one clearing. A flush that holds keeps requests that came after it from being admitted.
+Each is answered exactly once: done when the cache is cleared, timed out at its time, or refused at once; one that is
+withdrawn is not answered at all. All that wait share one clearing. A flush that holds keeps requests that came after
+it from being admitted.
 """
 
 import math
@@ -62,6 +63,10 @@ class Flushes:
 
     def refused(self, order: OrderId, message: str, blockers: tuple[Blocker, ...] = ()) -> OrderAnswer:
         return OrderAnswer(order, self._rank, done=False, message=message, blockers=blockers)
+
+    def withdraw(self, order: OrderId) -> None:
+        """Its caller left: it holds nobody back any more. One that does not wait here is none of our affair."""
+        self._pending = [flush for flush in self._pending if flush.order != order]
 
     def expire(self, now_s: float, blockers: tuple[Blocker, ...]) -> list[OrderAnswer]:
         """Give up those whose time has come."""

@@ -95,9 +95,12 @@ class Scheduler:
         progress = [self._abort(sequence, reason) for sequence in list(self._alive.values())]
         return News(tuple(progress), tuple(self._flushes.refuse_all(reason)), self._memory.take_events())
 
-    def flush(self, order: OrderId, *, timeout_s: float, hold: bool, now_s: float) -> News:
+    def flush(
+        self, order: OrderId, *, timeout_s: float, hold: bool, now_s: float, asked_s: float | None = None
+    ) -> News:
         """Clear the cache now if idle; else wait for that at most `timeout_s` seconds, or refuse if that is 0.
 
+        The seconds count from `asked_s`, when the caller called; it may have waited to be heard.
         With `hold`, requests that come from now on are not admitted until this flush is answered.
         """
         blockers = self._blockers()
@@ -105,8 +108,14 @@ class Scheduler:
         if refused is not None:
             return News(answers=(self._flushes.refused(order, refused, blockers),))
         self._serial += 1
-        deadline_s = now_s + timeout_s if blockers else math.inf  # idle: it is done before this returns
+        began_s = now_s if asked_s is None else min(asked_s, now_s)
+        deadline_s = began_s + timeout_s if blockers else math.inf  # idle: it is done before this returns
         self._flushes.add(PendingFlush(order, self._serial, timeout_s, deadline_s, hold))
+        return self._settle(now_s)
+
+    def withdraw(self, order: OrderId, now_s: float) -> News:
+        """Forget a flush whose caller left; what it held back may run. There is no answer."""
+        self._flushes.withdraw(order)
         return self._settle(now_s)
 
     def state(self, order: OrderId, now_s: float) -> News:

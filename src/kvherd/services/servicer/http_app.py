@@ -155,7 +155,9 @@ class HttpDoor:
         """200 when every rank cleared its cache; 400 when one refused or was still busy at the time's end."""
         timeout_s = _timeout(request, self._config.order_timeout_limit_s)
         hold = request.query_params.get("hold", "false").lower() in ("1", "true")
-        report = await self._scheduler.flush(timeout_s=timeout_s, hold=hold)
+        await self._body(request)  # means nothing, but what follows it is how a client's leaving is seen
+        flush = self._scheduler.flush(timeout_s=timeout_s, hold=hold)
+        report = await unless_client_leaves(request.receive, flush)
         answer = {
             "success": report.done,
             "timed_out": bool(report.silent) or any(each.timed_out for each in report.answers),

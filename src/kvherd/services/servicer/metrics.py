@@ -12,6 +12,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from kvherd.core.engine.reports import RankLoad
+from kvherd.ports.scheduler import Scheduler
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -95,12 +96,29 @@ class _Loads(Collector):
 _LABELS = ("model_name", "dp_rank")
 
 
-class EngineMetrics:
-    """One engine's registry. `loads` gives the latest load of each rank."""
+class _Orders(Collector):
+    def __init__(self, model: str, scheduler: Scheduler) -> None:
+        self._model = model
+        self._scheduler = scheduler
 
-    def __init__(self, model: str, loads: Callable[[], Sequence[RankLoad]]) -> None:
+    def collect(self) -> Iterator[Metric]:
+        waiting = GaugeMetricFamily("kvherd_orders_open", "Orders that wait for the ranks.", labels=["model_name"])
+        waiting.add_metric([self._model], self._scheduler.open_orders)
+        yield waiting
+        late = CounterMetricFamily(
+            "kvherd_late_order_answers", "Answers that came when nobody waited any more.", labels=["model_name"]
+        )
+        late.add_metric([self._model], self._scheduler.late_answers)
+        yield late
+
+
+class EngineMetrics:
+    """One engine's registry."""
+
+    def __init__(self, model: str, scheduler: Scheduler) -> None:
         self._registry = CollectorRegistry(auto_describe=False)
-        self._registry.register(_Loads(model, loads))
+        self._registry.register(_Loads(model, lambda: scheduler.loads))
+        self._registry.register(_Orders(model, scheduler))
         self._ttft = self._seconds("sglang:time_to_first_token_seconds", "From the request to its first token.", model)
         self._whole = self._seconds("sglang:e2e_request_latency_seconds", "From the request to its end.", model)
         self._ended = Counter(

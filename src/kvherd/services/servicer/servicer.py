@@ -37,7 +37,7 @@ class Servicer:
     ) -> None:
         self._config = config
         self._facts = EngineFacts(config, scheduler)
-        metrics = EngineMetrics(config.model_name, lambda: scheduler.loads)
+        metrics = EngineMetrics(config.model_name, scheduler)
         generations = Generations(scheduler, tokenizer, metrics)
         self._grpc = SglangService(config, scheduler, generations, events, self._facts)
         self._http = HttpDoor(
