@@ -89,3 +89,15 @@ def test_a_template_that_fails_is_the_callers_to_know(source: str, said: str) ->
 def test_a_template_that_cannot_be_read_is_the_models_fault() -> None:
     with pytest.raises(ModelUnsupported, match="its chat template"):
         ChatTemplate("{% if %}", {})
+
+
+def test_a_message_that_is_to_be_gone_on_with_stays_open() -> None:
+    template = ChatTemplate(CHATML, {})
+    messages = ({"role": "user", "content": "hi"}, {"role": "assistant", "content": "The Rhine "})
+    call = ChatCall(CallOptions("m"), messages, add_generation_prompt=False, continue_final_message=True)
+    assert template.render(call).endswith("<|im_start|>assistant\nThe Rhine ")
+    trimming = ChatTemplate("{% for m in messages %}[{{ m['content'] | trim }}]{% endfor %}", {})
+    assert trimming.render(call) == "[hi][The Rhine"
+    hiding = ChatTemplate("{{ messages[0]['content'] }}", {})
+    with pytest.raises(FieldInvalid, match="continue_final_message"):
+        hiding.render(call)

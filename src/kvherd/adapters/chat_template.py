@@ -40,9 +40,20 @@ class ChatTemplate:
             "add_generation_prompt": call.add_generation_prompt,
         }
         try:
-            return self._template.render(variables)
+            text = self._template.render(variables)
         except Exception as error:  # a template is a foreign program and may fail in any way
             raise FieldInvalid("messages", f"the chat template of this model refuses them: {error}") from error
+        return _left_open(text, str(call.messages[-1].get("content") or "")) if call.continue_final_message else text
+
+
+def _left_open(text: str, last: str) -> str:
+    """Cut what the template puts behind the last message. Raises `FieldInvalid` if it is not there as it was given."""
+    core = last.strip()
+    begin = text.rfind(core)
+    if not core or begin < 0:
+        raise FieldInvalid("continue_final_message", "the chat template does not show the last message as it is")
+    open_end = last.lstrip()
+    return text[: begin + len(open_end if text.startswith(open_end, begin) else core)]
 
 
 def _compiled(source: str) -> Template:

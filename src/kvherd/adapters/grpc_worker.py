@@ -89,6 +89,9 @@ class GrpcWorker:
             capacity_tokens=sum(each.max_total_num_tokens for each in answer.loads),
         )
 
+    async def tokenize(self, body: bytes) -> list[int]:
+        raise WorkerUnsupported(self._id, "telling its tokens: it is given tokens")
+
     async def flush(self, *, timeout_s: float, hold: bool = False, opened: Opened | None = None) -> FlushAnswer:
         if self._dialect.stub is None:
             raise WorkerUnsupported(self._id, "flushing its cache")

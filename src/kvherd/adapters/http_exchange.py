@@ -83,15 +83,19 @@ class HttpAsker:
         self._pool = pool
         self._auth = f"authorization: Bearer {api_key}\r\n" if api_key else ""
 
-    async def ask(self, method: str, path: str, *, sent: Callable[[], None] | None = None) -> HttpAnswer:
-        length = "" if method == "GET" else "content-length: 0\r\n"
+    async def ask(
+        self, method: str, path: str, *, body: bytes = b"", sent: Callable[[], None] | None = None
+    ) -> HttpAnswer:
+        length = "" if method == "GET" else f"content-length: {len(body)}\r\n"
+        if body:
+            length += "content-type: application/json\r\n"
         head = (
             f"{method} {self._address.prefix}{path} HTTP/1.1\r\nhost: {self._address.authority}\r\n"
             f"accept: */*\r\nuser-agent: kvherd\r\n{self._auth}{length}\r\n"
         ).encode("latin-1")
         sink = _Kept()
         try:
-            await self._pool.exchange(head, b"", sink, repeatable=method == "GET", sent=sent)
+            await self._pool.exchange(head, body, sink, repeatable=method == "GET", sent=sent)
         except UpstreamUnreachable as error:
             raise WorkerUnreachable(self._worker, str(error)) from None
         except UpstreamBroken as error:

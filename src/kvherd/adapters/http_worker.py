@@ -102,6 +102,15 @@ class HttpWorker:
             case _:
                 raise WorkerUnsupported(self._id, "telling its load")
 
+    async def tokenize(self, body: bytes) -> list[int]:
+        answer = await self._asker.ask("POST", "/tokenize", body=body)
+        if answer.status in (404, 405):
+            raise WorkerUnsupported(self._id, "telling its tokens (it has no /tokenize)")
+        tokens = answer.document().get("tokens")
+        if not answer.ok or not isinstance(tokens, list) or not all(isinstance(one, int) for one in tokens):
+            raise WorkerRefused(self._id, f"POST /tokenize gave HTTP {answer.status}: {answer.reason()}")
+        return tokens
+
     async def flush(self, *, timeout_s: float, hold: bool = False, opened: Opened | None = None) -> FlushAnswer:
         """vLLM cannot wait until it is idle: it is asked again and again until the deadline."""
         facts = self._facts or await self.detect()

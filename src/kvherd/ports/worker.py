@@ -145,6 +145,10 @@ class Worker(Protocol):
 
     async def load(self) -> WorkerLoad: ...
 
+    async def tokenize(self, body: bytes) -> Sequence[int]:
+        """Its own tokens of this chat's or completion's prompt. Raises `WorkerUnsupported` if it does not tell."""
+        ...
+
     async def flush(self, *, timeout_s: float, hold: bool = False, opened: Opened | None = None) -> FlushAnswer:
         """Clear its cache, now or when it is idle within `timeout_s`. With `hold`, requests that come meanwhile wait
         behind the flush; an engine that cannot do so flushes without, and its answer's message says it.

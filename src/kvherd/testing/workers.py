@@ -1,7 +1,7 @@
 """Workers that do what a test says, in no time of their own."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from kvherd.core.errors import WorkerError, WorkerFailed, WorkerUnsupported
@@ -81,6 +81,7 @@ class FakeWorker:
     answer_headers: tuple[tuple[bytes, bytes], ...] = ((b"content-type", b"application/json"),)
     usage: Usage | None = None
     loaded: WorkerLoad = field(default_factory=lambda: WorkerLoad(running=0, waiting=0))
+    tokens: Callable[[bytes], list[int]] | None = None
     flushes: int = 0
     held: int = 0
     opening_now: int = 0
@@ -129,6 +130,12 @@ class FakeWorker:
     async def load(self) -> WorkerLoad:
         self._check()
         return self.loaded
+
+    async def tokenize(self, body: bytes) -> list[int]:
+        self._check()
+        if self.tokens is None:
+            raise WorkerUnsupported(self.id, "telling its tokens")
+        return self.tokens(body)
 
     async def flush(self, *, timeout_s: float, hold: bool = False, opened: Opened | None = None) -> FlushAnswer:
         self.flushes += 1

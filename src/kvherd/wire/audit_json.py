@@ -1,6 +1,6 @@
 """The audit of a fleet as plain JSON values: what was compared of each worker, and what to do about it."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final
 
@@ -16,11 +16,10 @@ _FLAGS: Final = {
 
 @dataclass(frozen=True, slots=True)
 class Audited:
-    """One worker; `differing` are the classes of prompts that it tokenizes otherwise than the gateway."""
+    """One worker, and what is known of its cache."""
 
     member: Member
     kv: KvView
-    differing: Sequence[str] = ()
 
     @property
     def claimed(self) -> bool:
@@ -56,7 +55,7 @@ def _entry(one: Audited) -> Json:
         "rebuilds": truth.rebuilds,
         "last_wrong": wrong
         and {"predicted_tokens": wrong.predicted, "reported_tokens": wrong.reported, "at_s": round(wrong.at_s, 3)},
-        "differing_prompts": list(one.differing),
+        "differing_prompts": [each.value for each in one.member.differing],
         "advice": _advice(one),
     }
 

@@ -80,6 +80,10 @@ def worker_entry(member: Member, kv: KvView, now_s: float) -> Json:
         "events_url": member.events_url,
         "replay_url": member.replay_url,
         "tokenizer": {"from": member.tokenizer_from, "problem": member.tokenizer_problem},
+        "tokenization": {
+            each.value: {"verdict": found.agreement.value, "why": found.why}
+            for each, found in member.tokenization.items()
+        },
         "kv": {
             "state": kv.state,
             "blocks": kv.blocks,

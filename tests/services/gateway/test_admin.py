@@ -14,6 +14,7 @@ from kvherd.core.errors import WorkerUnreachable
 from kvherd.core.fleet.roster import Member
 from kvherd.core.fleet.truth import Claim, Truth
 from kvherd.core.ids import Epoch, WorkerId
+from kvherd.core.text.parity import Agreement, Finding, PromptClass
 from kvherd.ports.completions import Tokenizer
 from kvherd.ports.kv_feed import KvFeed
 from kvherd.ports.worker import WorkerFacts, WorkerKind, WorkerLoad
@@ -63,7 +64,6 @@ async def gateway_and_fleet(
         flushed=lambda _, __: None,
         metrics=metrics,
         admin_key=admin_key,
-        differing=lambda worker: ["chat with tools"] if worker == ANN else [],
     )
     metrics.watch(fleet.roster, console.kv, asyncio.get_running_loop().time)
     transport = httpx.ASGITransport(build_app(console, policy="kv"), client=(peer, 1234))
@@ -318,7 +318,13 @@ async def test_an_audit_is_fine_when_of_every_worker_something_was_decided_and_l
         ann, bob = report["workers"]
         assert (ann["fine"], bob["fine"], bob["decided"], bob["wrong"], bob["error_rate"]) == (True, False, 4, 3, 0.75)
         assert bob["last_wrong"] == {"predicted_tokens": 16, "reported_tokens": 0, "at_s": 1_000.0}
-        assert ann["differing_prompts"] == ["chat with tools"]
+        assert ann["differing_prompts"] == []
+        (first, _) = fleet.roster
+        first.tokenization[PromptClass.TOOLS] = Finding(Agreement.DIFFERS, "it counted 7 tokens")
+        ann, _ = (await client.get("/audit")).json()["workers"]
+        assert ann["differing_prompts"] == ["tools"]
+        entry, _ = (await client.get("/workers")).json()["workers"]
+        assert entry["tokenization"] == {"tools": {"verdict": "differs", "why": "it counted 7 tokens"}}
         member.truth.rebuilt(0.0)
         assert (await client.get("/audit")).json()["fine"] is False, "nothing was decided since"
 

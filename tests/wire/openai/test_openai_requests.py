@@ -165,7 +165,6 @@ def test_a_wrong_message_is_refused_by_its_path(messages: list[Any], path: str) 
         {"tool_choice": "required"},
         {"functions": [{}]},
         {"guided_json": {}},
-        {"continue_final_message": True},
     ],
 )
 def test_what_cannot_be_honoured_is_refused_and_named(fields: dict[str, Any]) -> None:
@@ -254,3 +253,12 @@ def test_refusals_say_what_would_be_right() -> None:
 
 def test_a_number_with_thousands_of_digits_is_refused() -> None:
     assert "a number in it is too long" in refusal(b'{"model": "m", "max_tokens": ' + b"9" * 5000 + b"}")
+
+
+def test_a_final_message_is_gone_on_with_only_without_the_beginning_of_a_new_one() -> None:
+    message = {"role": "assistant", "content": "The"}
+    fields = {"model": "m", "messages": [message], "continue_final_message": True}
+    call = decode_chat(json.dumps({**fields, "add_generation_prompt": False}).encode())
+    assert (call.continue_final_message, call.add_generation_prompt) == (True, False)
+    with pytest.raises(FieldInvalid, match="continue_final_message: needs add_generation_prompt to be false"):
+        decode_chat(json.dumps(fields).encode())

@@ -21,6 +21,7 @@ from kvherd.core.kv.pages import folded_block
 from kvherd.core.routing.backlog import Backlog
 from kvherd.core.routing.candidate import Candidate, KvKnowledge
 from kvherd.core.routing.rates import PrefillRate, Turnover
+from kvherd.core.text.parity import UNASKED, Agreement, Finding, PromptClass
 
 
 class WorkerState(StrEnum):
@@ -46,6 +47,9 @@ class Member:
     binds_events: bool = False
     tokenizer_from: str | None = None
     tokenizer_problem: str = ""
+    tokenization: dict[PromptClass, Finding] = field(default_factory=dict)
+    """What was found of the classes of prompts that were compared; `compared` once it was asked for its own tokens."""
+    compared: bool = False
     detected: bool = False
     kind: str = ""
     version: str = ""
@@ -83,6 +87,16 @@ class Member:
     def slug(self) -> str:
         """Its name in a URL's path: `grpc-127.0.0.1-51000`."""
         return re.sub(r"[^A-Za-z0-9._]+", "-", self.worker).strip("-")
+
+    def tokenizes_alike(self, prompt_class: PromptClass | None) -> bool:
+        """It makes the same tokens as the gateway, unless it is known not to. None: the tokens are the client's."""
+        found = UNASKED if prompt_class is None else self.tokenization.get(prompt_class, UNASKED)
+        return found.agreement is not Agreement.DIFFERS
+
+    @property
+    def differing(self) -> tuple[PromptClass, ...]:
+        """The classes of prompts that it is known to tokenize otherwise than the gateway."""
+        return tuple(each for each in PromptClass if not self.tokenizes_alike(each))
 
     @property
     def state(self) -> WorkerState:
@@ -171,6 +185,7 @@ class Member:
         """What was known of its load is of another life."""
         self.running = self.waiting = self.used_tokens = self.foreign = 0
         self.truth.restarted()
+        self.compared = False
 
 
 class Roster:

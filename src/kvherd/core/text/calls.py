@@ -24,13 +24,18 @@ class CallOptions:
 
 @dataclass(frozen=True, slots=True)
 class ChatCall:
-    """`messages`, `tools` and `template_args` are plain JSON values, as the chat template wants them."""
+    """`messages`, `tools` and `template_args` are plain JSON values, as the chat template wants them.
+
+    `continue_final_message` leaves the last message open, to be gone on with. `parts`: some content was a list.
+    """
 
     options: CallOptions
     messages: tuple[dict[str, Any], ...]
     tools: tuple[dict[str, Any], ...] = ()
     template_args: dict[str, Any] = field(default_factory=dict)
     add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    parts: bool = False
 
 
 @dataclass(frozen=True, slots=True)

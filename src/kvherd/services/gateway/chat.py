@@ -38,6 +38,7 @@ from kvherd.services.gateway.credit import Credit, Match
 from kvherd.services.gateway.fleet import Fleet
 from kvherd.services.gateway.heal import FullReports, HealMode, Incomplete
 from kvherd.services.gateway.metrics import GatewayMetrics
+from kvherd.services.gateway.parity import counted
 from kvherd.services.gateway.prompts import EncodingCache, Prompt, read_prompt
 from kvherd.services.gateway.turn import Incoming, Turn
 from kvherd.services.gateway.usage_samples import UsageSamples, WithoutUsage, uncompressed
@@ -314,6 +315,7 @@ class DataPath:
         """Truth and prefill rate from one complete answer."""
         cached = reported_cached(member, turn.usage)
         self._samples.learn(turn, member)
+        self._count(turn, member)
         if turn.trial is not None:
             self._audit.answered(member, turn.trial, turn.usage, cached, now_s=self._now_s())
         if turn.predicted is not None:
@@ -326,6 +328,14 @@ class DataPath:
             computed = turn.ahead_tokens - turn.uncached + max(0, prompt_tokens - (known or 0))
             seconds = turn.first_token_at_s - turn.sent_at_s
             self._fleet.roster.prefilled(member, int(computed), seconds, self._now_s())
+
+    def _count(self, turn: Turn, member: Member) -> None:
+        """Hold our count of prompt tokens against the worker's, where it made tokens of its own."""
+        if turn.usage is None or turn.prompt.token_ids is None or turn.prompt.several:
+            return
+        if not member.worker.startswith("grpc://"):
+            told = turn.usage.prompt_tokens
+            counted(member, turn.prompt.prompt_class, ours=turn.prompt.tokens, theirs=told)
 
     def _now_s(self) -> float:
         return asyncio.get_running_loop().time()

@@ -3,7 +3,7 @@
 import asyncio
 import hmac
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from ipaddress import IPv6Address, ip_address
 
 from kvherd.core.errors import FieldInvalid, NotAllowed, WorkerUnknown
@@ -30,15 +30,12 @@ class Console:
         flushed: Flushed,
         metrics: GatewayMetrics,
         admin_key: str | None = None,
-        differing: Callable[[WorkerId], Sequence[str]] = lambda _: (),
     ) -> None:
-        """`differing` names the classes of prompts that a worker tokenizes otherwise than the gateway does."""
         self.fleet = fleet
         self.metrics = metrics
         self.kv = kv
         self._flushed = flushed
         self._admin_key = admin_key
-        self._differing = differing
 
     def admit(self, *, host: str, authorization: str) -> None:
         """Raise `NotAllowed` unless the caller has the admin key, or none is set and the caller is on this machine."""
@@ -70,9 +67,7 @@ class Console:
         return worker_entry(member, self.kv(member.worker), now_s)
 
     def audit(self) -> Json:
-        return audit_report(
-            Audited(member, self.kv(member.worker), self._differing(member.worker)) for member in self.fleet.roster
-        )
+        return audit_report(Audited(member, self.kv(member.worker)) for member in self.fleet.roster)
 
     def unready(self) -> list[str]:
         """What keeps the gateway from serving every model, in words; empty if it does."""

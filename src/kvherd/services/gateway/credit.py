@@ -49,7 +49,7 @@ class Credit:
 
     def sent(self, request: RequestId, prompt: Prompt, member: Member) -> None:
         """The request is on its way to that worker."""
-        if self._knowledge(member.worker) is KvKnowledge.UNTOLD:
+        if self._known(prompt, member) is KvKnowledge.UNTOLD:
             self._memory.sent(member.worker, self._estimated_chain(prompt, member))
         else:
             self._coming.hold(request, member.worker, self._chain(prompt, member))
@@ -62,7 +62,7 @@ class Credit:
         self._memory.forget(worker)
 
     def _match(self, prompt: Prompt, member: Member, found: dict[tuple[str, int, bool], dict[Holder, int]]) -> Match:
-        kv = self._knowledge(member.worker)
+        kv = self._known(prompt, member)
         if kv is KvKnowledge.QUARANTINED:
             return Match(0, kv)
         if kv is KvKnowledge.UNTOLD:
@@ -85,17 +85,22 @@ class Credit:
             whole=held >= most,
         )
 
+    def _known(self, prompt: Prompt, member: Member) -> KvKnowledge:
+        """What is known of the worker's cache, as far as it speaks of this prompt: of other tokens it tells nothing."""
+        alike = member.tokenizes_alike(prompt.prompt_class)
+        return self._knowledge(member.worker) if alike else KvKnowledge.UNTOLD
+
     def _chain(self, prompt: Prompt, member: Member) -> Sequence[PrefixHash]:
         bigrams = self._index.bigrams(member.worker)
         return prompt.chain(self._index.hasher, _namespace(member), member.index_block_size, bigrams=bigrams)
 
     def _estimated_chain(self, prompt: Prompt, member: Member) -> Sequence[PrefixHash]:
-        if prompt.token_ids is None:
+        if prompt.token_ids is None or not member.tokenizes_alike(prompt.prompt_class):
             return prompt.text_chain(self._index.hasher, _namespace(member))
         return prompt.chain(self._index.hasher, _namespace(member), member.index_block_size or USUAL_BLOCK)
 
     def _estimated_block_tokens(self, prompt: Prompt, member: Member) -> int:
-        if prompt.token_ids is None:
+        if prompt.token_ids is None or not member.tokenizes_alike(prompt.prompt_class):
             return TEXT_BLOCK_BYTES // BYTES_PER_TOKEN
         return member.index_block_size or USUAL_BLOCK
 

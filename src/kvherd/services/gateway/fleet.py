@@ -18,6 +18,7 @@ from kvherd.ports.completions import Tokenizer
 from kvherd.ports.kv_feed import EventSource, KvFeed
 from kvherd.ports.worker import Worker, WorkerFacts
 from kvherd.services.gateway.orders import Addressee
+from kvherd.services.gateway.parity import compare
 
 log = logging.getLogger(__name__)
 
@@ -217,6 +218,7 @@ class Fleet:
         while True:
             await self._learn_tokenizer(member)
             await self._check(member, worker)
+            await self._compare_tokens(member, worker)
             wake.clear()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self._config.probe_period_s):
@@ -284,6 +286,14 @@ class Fleet:
             return
         member.tokenizer_problem = ""
         self._tokenizers.update(dict.fromkeys(wanted, tokenizer))
+
+    async def _compare_tokens(self, member: Member, worker: Worker) -> None:
+        """Once in a worker's life, as soon as it can be: does it make the same tokens of a prompt?"""
+        tokenizer = self._tokenizers.get(member.models[0]) if member.models else None
+        if tokenizer is None or member.compared or not isinstance(member.health.verdict, Up):
+            return
+        if not member.worker.startswith("grpc://"):  # those are given tokens
+            await compare(member, worker, tokenizer)
 
     async def _check(self, member: Member, worker: Worker) -> None:
         """Probe it and ask for its load. One that returns from being down may be another process: detect it anew."""

@@ -130,6 +130,11 @@ class _FleetCollector(Collector):
     def _readings(self, now_s: float) -> list[tuple[str, str, Callable[[Member], float]]]:
         return [
             ("kvherd_worker_running_requests", "Running there, as it said last", lambda one: one.running),
+            (
+                "kvherd_worker_differing_prompt_classes",
+                "Classes of prompts that it tokenizes otherwise than the gateway",
+                lambda one: len(one.differing),
+            ),
             ("kvherd_worker_waiting_requests", "Waiting there, as it said last", lambda one: one.waiting),
             ("kvherd_worker_outstanding_requests", "Under way from this gateway", lambda one: len(one.in_flight)),
             (

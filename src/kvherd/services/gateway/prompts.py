@@ -18,6 +18,7 @@ from kvherd.core.ids import PrefixHash
 from kvherd.core.kv.bigrams import bigram_keys
 from kvherd.core.kv.hashing import TOKEN_BYTES, PrefixHasher, token_bytes
 from kvherd.core.text.calls import ChatCall, CompletionCall
+from kvherd.core.text.parity import PromptClass, classify
 from kvherd.ports.completions import Tokenizer
 from kvherd.wire.openai.requests import decode_chat, decode_completion
 from kvherd.wire.openai.routing import Peek
@@ -34,13 +35,15 @@ BYTES_PER_TOKEN = 4
 class Prompt:
     """A prompt as routing sees it. `token_ids` is None where it was not tokenized; then `text` stands in for it.
 
-    `several` says that the call has more prompts than this first one.
+    `several` says that the call has more prompts than this first one; `prompt_class` is None where the tokens are the
+    client's own, or nothing was tokenized.
     """
 
     text: bytes
     token_ids: Sequence[int] | None = None
     salt: str | None = None
     several: bool = False
+    prompt_class: PromptClass | None = None
     _chains: dict[tuple[str, int, bool], list[PrefixHash]] = field(default_factory=dict)
 
     @property
@@ -151,7 +154,7 @@ async def read_prompt(
         return prompt  # no event tells of an `extra_key`, so nothing is known of what is held under it
     try:
         if path == "/v1/chat/completions":
-            prompt.token_ids = await _encode_chat(decode_chat(body), tokenizer, cache)
+            await _encode_chat(decode_chat(body), prompt, tokenizer, cache)
         elif path == "/v1/completions":
             await _encode_completion(decode_completion(body), prompt, tokenizer, cache)
         elif path == "/generate":
@@ -161,8 +164,9 @@ async def read_prompt(
     return prompt
 
 
-async def _encode_chat(call: ChatCall, tokenizer: Tokenizer, cache: EncodingCache) -> list[int]:
-    return await cache.encode(tokenizer, tokenizer.render_chat(call))
+async def _encode_chat(call: ChatCall, prompt: Prompt, tokenizer: Tokenizer, cache: EncodingCache) -> None:
+    prompt.token_ids = await cache.encode(tokenizer, tokenizer.render_chat(call))
+    prompt.prompt_class = classify(call, tokenizer.special_tokens)
 
 
 async def _encode_completion(call: CompletionCall, prompt: Prompt, tokenizer: Tokenizer, cache: EncodingCache) -> None:
@@ -170,6 +174,7 @@ async def _encode_completion(call: CompletionCall, prompt: Prompt, tokenizer: To
     prompt.several = len(call.prompts) > 1
     if isinstance(first, str):
         prompt.token_ids = await cache.encode(tokenizer, first, add_special_tokens=True)
+        prompt.prompt_class = PromptClass.TEXT
     else:
         prompt.token_ids = first
 
@@ -182,6 +187,7 @@ async def _encode_generate(body: bytes, prompt: Prompt, tokenizer: Tokenizer, ca
         prompt.token_ids = await cache.encode(
             tokenizer, msgspec.json.decode(asked.text, type=str), add_special_tokens=True
         )
+        prompt.prompt_class = PromptClass.TEXT
 
 
 def _text_of(path: str, body: bytes, peeked: Peek) -> bytes:

@@ -18,6 +18,22 @@ def read_messages(fields: Fields) -> tuple[dict[str, Any], ...]:
     return messages
 
 
+def read_continuation(fields: Fields) -> bool:
+    """`continue_final_message`, which cannot go with a new answer's beginning. Raises `FieldInvalid`."""
+    wanted = fields.flag("continue_final_message")
+    if wanted and fields.flag("add_generation_prompt", default=True):
+        raise fields.invalid("continue_final_message", "needs add_generation_prompt to be false")
+    return wanted
+
+
+def has_parts(fields: Fields) -> bool:
+    """Whether some message has its content as a list of parts."""
+    messages = fields.get("messages")
+    return isinstance(messages, list) and any(
+        isinstance(message, dict) and isinstance(message.get("content"), list) for message in messages
+    )
+
+
 def _message(path: str, value: object) -> dict[str, Any]:
     message = object_item(path, value)
     fields = Fields(message, path)

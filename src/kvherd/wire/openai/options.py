@@ -25,7 +25,6 @@ _REFUSED: dict[str, tuple[Any, ...]] = {
     "reasoning_effort": ("none",),
     "use_beam_search": (False,),
     "prompt_logprobs": (),
-    "continue_final_message": (False,),
     "guided_json": (),
     "guided_regex": (),
     "guided_choice": (),

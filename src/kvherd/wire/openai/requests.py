@@ -8,7 +8,7 @@ from kvherd.core.errors import FieldInvalid, Unsupported
 from kvherd.core.text.calls import ChatCall, CompletionCall
 from kvherd.wire.openai.body import json_name, parse_object
 from kvherd.wire.openai.fields import Fields, object_item, text_item, token_item
-from kvherd.wire.openai.messages import read_messages
+from kvherd.wire.openai.messages import has_parts, read_continuation, read_messages
 from kvherd.wire.openai.options import MOST_TOP_LOGPROBS, read_options
 
 MOST_PROMPTS = 128
@@ -28,6 +28,8 @@ def decode_chat(body: bytes) -> ChatCall:
         tools=() if choice == "none" else tools,
         template_args=fields.mapping("chat_template_kwargs"),
         add_generation_prompt=fields.flag("add_generation_prompt", default=True),
+        continue_final_message=read_continuation(fields),
+        parts=has_parts(fields),
     )
 
 

@@ -6,7 +6,7 @@ from kvherd.core.errors import FieldInvalid
 from kvherd.core.text.calls import CallOptions, ChatCall
 from kvherd.wire.openai.body import parse_object
 from kvherd.wire.openai.fields import Fields, object_item, token_item
-from kvherd.wire.openai.messages import read_messages
+from kvherd.wire.openai.messages import has_parts, read_continuation, read_messages
 
 _MOST_TOKENS = 2**24
 
@@ -31,6 +31,8 @@ def decode_tokenize(body: bytes) -> ChatCall | TokenizeText:
         tools=fields.sequence("tools", object_item, most=1024),
         template_args=fields.mapping("chat_template_kwargs"),
         add_generation_prompt=fields.flag("add_generation_prompt", default=True),
+        continue_final_message=read_continuation(fields),
+        parts=has_parts(fields),
     )
 
 

@@ -1,0 +1,111 @@
+"""Kinds of prompts that engines may render or tokenize in ways of their own, and a probe or two of each.
+
+A gateway predicts cached tokens from tokens it made itself. Where a worker makes others of one kind of prompt, the
+prediction is about another prompt, and worth nothing for that kind.
+"""
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any, Final
+
+from kvherd.core.text.calls import ChatCall, CompletionCall
+
+
+class PromptClass(StrEnum):
+    """The first that fits, in this order from the last to the first, is a prompt's class."""
+
+    TEXT = "text"  # a completion's text
+    CHAT = "chat"  # one message of a user
+    TURNS = "turns"  # a system message, or several turns
+    PARTS = "parts"  # a content that is a list of parts
+    SPECIAL = "special tokens"  # a special token in a message
+    TEMPLATE_ARGS = "template arguments"
+    PREFILL = "prefilled answer"  # the last message is the assistant's
+    TOOLS = "tools"  # tools, or calls of them
+
+
+def classify(call: ChatCall | CompletionCall, special_tokens: Collection[str]) -> PromptClass:
+    if isinstance(call, CompletionCall):
+        return PromptClass.TEXT
+    messages = call.messages
+    if call.tools or any(one.get("tool_calls") or one.get("role") in ("tool", "function") for one in messages):
+        return PromptClass.TOOLS
+    if messages[-1].get("role") == "assistant" or call.continue_final_message:
+        return PromptClass.PREFILL
+    if call.template_args or not call.add_generation_prompt:
+        return PromptClass.TEMPLATE_ARGS
+    if any(token in str(one.get("content")) for one in messages for token in special_tokens):
+        return PromptClass.SPECIAL
+    if call.parts:
+        return PromptClass.PARTS
+    return PromptClass.CHAT if len(messages) == 1 and messages[0].get("role") == "user" else PromptClass.TURNS
+
+
+class Agreement(StrEnum):
+    AGREES = "agrees"
+    DIFFERS = "differs"
+    UNKNOWN = "unknown"  # it was not asked, or cannot say
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """Whether a worker makes the same tokens of a class of prompts.
+
+    `why` says in words what differs, or why that is unknown; never anything of a user's prompt.
+    """
+
+    agreement: Agreement
+    why: str = ""
+
+
+UNASKED: Final = Finding(Agreement.UNKNOWN, "not asked yet")
+
+_ASKED: Final = {"role": "user", "content": "Which river runs through Köln?  Answer in 1 word, please…"}
+_TOOL: Final = {
+    "type": "function",
+    "function": {
+        "name": "find_river",
+        "description": "Find the river of a city.",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+    },
+}
+_TURNS: Final = [
+    {"role": "system", "content": "You know rivers.\n"},
+    _ASKED,
+    {"role": "assistant", "content": "The Rhine. "},
+    {"role": "user", "content": "\tAnd through 東京?"},
+]
+
+
+def probes(special_tokens: Collection[str]) -> Mapping[PromptClass, Mapping[str, Any]]:
+    """One request body for each class, less the model's name; with what usually goes wrong: spaces, accents, turns."""
+    bodies: dict[PromptClass, Mapping[str, Any]] = {
+        PromptClass.TEXT: {"prompt": "  Rivers of Köln, 東京 and São Paulo:\n1. "},
+        PromptClass.CHAT: {"messages": [_ASKED]},
+        PromptClass.TURNS: {"messages": _TURNS},
+        PromptClass.PARTS: {
+            "messages": [
+                {"role": "user", "content": [{"type": "text", "text": "Köln:"}, {"type": "text", "text": "a river?"}]}
+            ]
+        },
+        PromptClass.TEMPLATE_ARGS: {"messages": [_ASKED], "chat_template_kwargs": {"enable_thinking": False}},
+        PromptClass.PREFILL: {
+            "messages": [_ASKED, {"role": "assistant", "content": "The"}],
+            "add_generation_prompt": False,
+            "continue_final_message": True,
+        },
+        PromptClass.TOOLS: {"messages": [_ASKED], "tools": [_TOOL]},
+    }
+    if special_tokens:
+        token = min(special_tokens)
+        bodies[PromptClass.SPECIAL] = {"messages": [{"role": "user", "content": f"What does {token} mean?"}]}
+    return bodies
+
+
+def first_difference(ours: list[int], theirs: list[int]) -> int | None:
+    """The position of the first token that differs, None if they are equal."""
+    if ours == theirs:
+        return None
+    pairs = zip(ours, theirs, strict=False)
+    return next((at for at, (one, other) in enumerate(pairs) if one != other), min(len(ours), len(theirs)))

@@ -1,0 +1,150 @@
+"""Workers that make other tokens than the gateway: found out, said, and routed to by what was sent there."""
+
+import asyncio
+import json
+import logging
+
+import pytest
+
+from kvherd.core.errors import WorkerUnreachable
+from kvherd.core.fleet.roster import Member
+from kvherd.core.ids import EngineHash, Rank, RequestId, WorkerId
+from kvherd.core.kv.events import BlocksStored
+from kvherd.core.kv.hashing import PrefixHasher
+from kvherd.core.kv.index import Holder, PrefixIndex
+from kvherd.core.routing.candidate import KvKnowledge
+from kvherd.core.text.parity import Agreement, PromptClass
+from kvherd.ports.completions import Tokenizer
+from kvherd.ports.worker import WorkerFacts, WorkerKind
+from kvherd.services.gateway.credit import Credit
+from kvherd.services.gateway.fleet import Fleet, FleetConfig, WorkerSpec
+from kvherd.services.gateway.parity import PROBE_S, compare, counted
+from kvherd.services.gateway.prompts import EncodingCache, read_prompt
+from kvherd.testing.tokenizer import ByteTokenizer
+from kvherd.testing.workers import FakeWorker
+from kvherd.wire.openai.requests import decode_chat
+from kvherd.wire.openai.routing import peek
+
+ANN = WorkerId("http://ann:1")
+FACTS = WorkerFacts(WorkerKind.VLLM_HTTP, ("m",), block_size=4)
+SECRET = "the answer is 42, whatever they say"
+
+
+def same_tokens(body: bytes) -> list[int]:
+    told = json.loads(body)
+    tokenizer = ByteTokenizer()
+    return tokenizer.encode(told["prompt"] if "prompt" in told else tokenizer.render_chat(decode_chat(body)))
+
+
+def other_tools(body: bytes) -> list[int]:
+    """An engine whose template says that there are tools."""
+    tokens = same_tokens(body)
+    return [*tokens[:3], 200, *tokens[3:]] if b"tools" in body else tokens
+
+
+def member() -> Member:
+    return Member(ANN, models=("m",), block_size=4, detected=True)
+
+
+async def test_a_worker_that_makes_the_same_tokens_agrees_in_every_class() -> None:
+    ann = member()
+    await compare(ann, FakeWorker(ANN, tokens=same_tokens), ByteTokenizer())
+    assert {each: found.agreement for each, found in ann.tokenization.items()} == dict.fromkeys(
+        PromptClass, Agreement.AGREES
+    )
+    assert ann.differing == ()
+
+
+async def test_a_class_that_differs_is_named_with_the_place_and_no_other_suffers(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    ann = member()
+    await compare(ann, FakeWorker(ANN, tokens=other_tools), ByteTokenizer())
+    assert ann.differing == (PromptClass.TOOLS,)
+    assert "number 3 is the first that differs" in ann.tokenization[PromptClass.TOOLS].why
+    assert ann.tokenizes_alike(PromptClass.CHAT)
+    (said,) = [record.message for record in caplog.records if record.levelno == logging.WARNING]
+    assert "'tools'" in said
+
+
+async def test_a_worker_that_cannot_tell_is_unknown_and_used() -> None:
+    ann = member()
+    await compare(ann, FakeWorker(ANN), ByteTokenizer())
+    assert {found.agreement for found in ann.tokenization.values()} == {Agreement.UNKNOWN}
+    assert ann.differing == ()
+
+
+async def test_a_slow_worker_is_asked_once() -> None:
+    class Slow(FakeWorker):
+        asked = 0
+
+        async def tokenize(self, body: bytes) -> list[int]:
+            self.asked += 1
+            await asyncio.sleep(3600)
+            return []
+
+    ann, slow = member(), Slow(ANN)
+    await compare(ann, slow, ByteTokenizer())
+    assert asyncio.get_running_loop().time() == pytest.approx(PROBE_S)
+    assert slow.asked == 1
+    assert ann.differing == ()
+
+
+def test_unequal_counts_prove_a_difference_and_equal_ones_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    ann = member()
+    counted(ann, PromptClass.CHAT, ours=7, theirs=7)
+    counted(ann, None, ours=7, theirs=8)
+    assert ann.tokenization == {}
+    for _ in range(3):
+        counted(ann, PromptClass.CHAT, ours=7, theirs=8)
+    assert ann.tokenization[PromptClass.CHAT].why == "it counted 8 tokens in a prompt that has 7 here"
+    assert len(caplog.records) == 1
+
+
+async def test_a_prompt_of_a_class_that_differs_is_credited_by_what_was_sent_there() -> None:
+    index, tokenizer = PrefixIndex(PrefixHasher(b"k")), ByteTokenizer()
+    credit, ann = Credit(index, lambda _: KvKnowledge.KNOWN), member()
+    body = json.dumps({"model": "m", "prompt": SECRET * 4}).encode()
+    prompt = await read_prompt("/v1/completions", body, peek(body), tokenizer, EncodingCache())
+    assert prompt.token_ids is not None
+    whole = tuple(prompt.token_ids)[: len(prompt.token_ids) // 4 * 4]
+    index.enrol(ANN, model="m")
+    blocks = tuple(EngineHash(n) for n in range(len(whole) // 4))
+    index.apply_events(Holder(ANN, Rank(0)), [BlocksStored(blocks, None, whole, 4)])
+    assert credit.matches(prompt, [ann])[ANN].kv is KvKnowledge.KNOWN
+    counted(ann, PromptClass.TEXT, ours=1, theirs=2)
+    assert (credit.matches(prompt, [ann])[ANN].kv, credit.matches(prompt, [ann])[ANN].tokens) == (KvKnowledge.UNTOLD, 0)
+    credit.sent(RequestId("r"), prompt, ann)
+    again = credit.matches(prompt, [ann])[ANN]
+    assert again.kv is KvKnowledge.UNTOLD
+    assert again.tokens > 0
+
+
+async def test_a_worker_is_compared_when_it_joins_and_again_when_it_returns() -> None:
+    ann = FakeWorker(ANN, facts=FACTS, tokens=other_tools)
+
+    async def tokenizer(_: str) -> Tokenizer:
+        return ByteTokenizer()
+
+    class Nobody:
+        def add(self, *_: object, **__: object) -> None: ...
+        def remove(self, *_: object) -> None: ...
+        def returned(self, *_: object) -> None: ...
+
+    fleet = Fleet(
+        worker_factory=lambda _: ann,
+        feed_factory=lambda _: None,  # type: ignore[arg-type,return-value]
+        tokenizer_factory=tokenizer,
+        following=Nobody(),
+        config=FleetConfig(probe_period_s=1.0),
+    )
+    async with fleet:
+        joined = fleet.add(WorkerSpec(ANN, tokenizer="/models/m"))
+        await asyncio.sleep(0.1)
+        assert list(joined.differing) == [PromptClass.TOOLS]
+        ann.fails = WorkerUnreachable(ANN, "gone")
+        await asyncio.sleep(5.0)
+        ann.fails, ann.tokens = None, same_tokens
+        await asyncio.sleep(5.0)
+        assert not joined.differing
+        assert set(joined.tokenization) == set(PromptClass)
