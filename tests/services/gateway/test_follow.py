@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncGenerator, Callable
 from contextlib import suppress
+from dataclasses import replace
 from types import TracebackType
 from typing import Self
 
@@ -58,6 +59,11 @@ class ScriptedFeed(OpenFeed):
 
 def block(number: int) -> BlocksStored:
     return BlocksStored((EngineHash(number),), None, (number, 1), 2)
+
+
+def inner(number: int) -> BlocksStored:
+    """A block that is not the first of a chain."""
+    return replace(block(number), parent_hash=EngineHash(number + 100))
 
 
 def batch(sequence: int, *events: KvEvent, rank: Rank = RANK, at_s: float = 0.0) -> KvEventBatch:
@@ -396,10 +402,10 @@ async def test_a_worker_is_incomplete_from_a_late_beginning_until_its_next_clear
     async with Followers(index) as followers:
         assert not followers.incomplete(ANN)
         followers.add(ANN, feed, model="m")
-        await feed.say(Subscribed(ONE), snapshot(9, block(1), unknown=7), batch(10, block(1)))
+        await feed.say(Subscribed(ONE), snapshot(9, inner(1), unknown=7), batch(10, inner(1)))
         assert followers.incomplete(ANN)
         assert index.contents(ANN0) == {1: {Tier.DEVICE: 1}}, "told twice, and perhaps held once"
-        await feed.say(batch(11, CacheCleared(), block(2)), batch(12, block(2)))
+        await feed.say(batch(11, CacheCleared(), inner(2)), batch(12, inner(2)))
         assert not followers.incomplete(ANN)
         assert index.contents(ANN0) == {2: {Tier.DEVICE: 2}}
 
@@ -421,8 +427,8 @@ async def test_a_new_epoch_decides_anew_whether_a_worker_is_incomplete() -> None
     index, feed = PrefixIndex(PrefixHasher(b"k")), QueuedFeed()
     async with Followers(index) as followers:
         followers.add(ANN, feed, model="m")
-        await feed.say(Subscribed(ONE), snapshot(9, block(1), unknown=7), EpochEnded("restart"))
-        await feed.say(Subscribed(TWO), snapshot(50, block(1)), batch(51, block(1)))
+        await feed.say(Subscribed(ONE), snapshot(9, inner(1), unknown=7), EpochEnded("restart"))
+        await feed.say(Subscribed(TWO), snapshot(50, inner(1)), batch(51, inner(1)))
         assert not followers.incomplete(ANN)
         assert index.contents(ANN0) == {1: {Tier.DEVICE: 2}}
 
@@ -431,10 +437,10 @@ async def test_an_obeyed_flush_makes_a_worker_complete_once_its_barrier_is_passe
     index, feed = PrefixIndex(PrefixHasher(b"k")), QueuedFeed()
     async with Followers(index, wall=lambda: 1_000.0) as followers:
         followers.add(ANN, feed, model="m")
-        await feed.say(Subscribed(ONE), snapshot(9, block(1), unknown=7))
+        await feed.say(Subscribed(ONE), snapshot(9, inner(1), unknown=7))
         followers.flushed(ANN)
         assert followers.incomplete(ANN)
-        await feed.say(batch(10, block(2), block(2), at_s=1_003.0))
+        await feed.say(batch(10, inner(2), inner(2), at_s=1_003.0))
         assert not followers.incomplete(ANN)
         assert index.contents(ANN0) == {2: {Tier.DEVICE: 2}}
 

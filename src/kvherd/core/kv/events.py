@@ -33,6 +33,15 @@ class BlocksStored:
     salt: str | None = None
     extra_keys: tuple[tuple[ExtraKey, ...], ...] = ()
 
+    @property
+    def may_repeat(self) -> bool:
+        """Whether this may tell again of copies that were told: then it adds none to blocks that are held.
+
+        vLLM announces a cached chain again to whoever asks for full reports, always from the root; no removal answers
+        to that. Second copies come with a parent: a block is computed twice to have the logits of its last token.
+        """
+        return self.parent_hash is None
+
 
 @dataclass(frozen=True, slots=True)
 class BlocksRemoved:

@@ -34,11 +34,12 @@ class HeldBlocks:
             self._store_orphans(event, tokens, event.block_size * TOKEN_BYTES)
             return
         names = self.namer.hasher.extend(parent, tokens, event.block_size * TOKEN_BYTES, event.extra_keys)
+        capped = self.capped or event.may_repeat
         if event.tier is Tier.DEVICE and not self._orphans.by_hash:
-            self._store_on_device(event.block_hashes, names)
+            self._store_on_device(event.block_hashes, names, capped=capped)
             return
         for block, name in zip(event.block_hashes, names, strict=True):
-            self._store_named(block, name, event.tier)
+            self._store_named(block, name, event.tier, capped=capped)
 
     def remove(self, event: BlocksRemoved) -> None:
         """Blocks that are not held are ignored: they were stored before anyone listened."""
@@ -70,12 +71,12 @@ class HeldBlocks:
             return self.namer.root(event.lora, event.salt)
         return self._names.get(event.parent_hash)
 
-    def _store_on_device(self, blocks: tuple[EngineHash, ...], names: list[PrefixHash]) -> None:
+    def _store_on_device(self, blocks: tuple[EngineHash, ...], names: list[PrefixHash], *, capped: bool) -> None:
         """What nearly every store is, in one loop: a copy on the device, and no orphan that might wait for it."""
         known, masks, bit = self._names, self.credits.masks, self.credits.bit
         for block, name in zip(blocks, names, strict=True):
             if block in known:
-                self._add_copy(block, Tier.DEVICE, known[block])
+                self._add_copy(block, Tier.DEVICE, known[block], capped=capped)
                 continue
             known[block] = name
             mask = masks.get(name, 0)
@@ -85,16 +86,16 @@ class HeldBlocks:
                 masks[name] = mask | bit
                 self.credits.count += 1
 
-    def _store_named(self, block: EngineHash, name: PrefixHash, tier: Tier) -> None:
+    def _store_named(self, block: EngineHash, name: PrefixHash, tier: Tier, *, capped: bool) -> None:
         if block in self._names:
-            self._add_copy(block, tier, self._names[block])
+            self._add_copy(block, tier, self._names[block], capped=capped)
             return
         self._names[block] = name
         if block in self._orphans.by_hash:
             self._orphans.pop(block)
             if self._on_device(block):
                 self.credits.give(name)
-            self._add_copy(block, tier, name)
+            self._add_copy(block, tier, name, capped=capped)
         elif tier is not Tier.DEVICE:
             self._copies[block] = {tier: 1}
         else:
@@ -111,11 +112,11 @@ class HeldBlocks:
             name = self._names.get(parent)
             if name is not None:
                 named = self.namer.hasher.extend(name, own, block_bytes, (extra_keys,))
-                self._store_named(block, named[0], event.tier)
+                self._store_named(block, named[0], event.tier, capped=self.capped)
             elif block in self._names:
-                self._add_copy(block, event.tier, self._names[block])
+                self._add_copy(block, event.tier, self._names[block], capped=self.capped)
             elif block in self._orphans.by_hash:
-                self._add_copy(block, event.tier, None)
+                self._add_copy(block, event.tier, None, capped=self.capped)
             else:
                 self._orphans.add(block, Orphan(parent, own, extra_keys))
                 if event.tier is not Tier.DEVICE:
@@ -137,10 +138,10 @@ class HeldBlocks:
                     self.credits.give(name)
                 named.append(child)
 
-    def _add_copy(self, block: EngineHash, tier: Tier, name: PrefixHash | None) -> None:
+    def _add_copy(self, block: EngineHash, tier: Tier, name: PrefixHash | None, *, capped: bool) -> None:
         copies = self._copies.get(block) or dict(ONE_ON_DEVICE)
         had = copies.get(tier, 0)
-        copies[tier] = 1 if self.capped else had + 1
+        copies[tier] = max(had, 1) if capped else had + 1
         if tier is Tier.DEVICE and not had and name is not None:
             self.credits.give(name)
         self._keep_copies(block, copies)

@@ -45,6 +45,7 @@ class HeldPages:
         pages, width = event.block_hashes, self.page_bytes
         tokens = token_bytes(event.token_ids)
         root = self.namer.root(event.lora, event.salt)
+        capped = self.capped or event.may_repeat
         number, parent = 0, event.parent_hash
         while number < len(pages):
             fresh = self._fresh(pages, number, parent)
@@ -53,7 +54,7 @@ class HeldPages:
                 parent, pages[number:end], tokens[number * width : end * width], event.extra_keys[number:end]
             )
             if not fresh:
-                self._store_one(piece, event.tier, root)
+                self._store_one(piece, event.tier, root, capped=capped)
             elif event.tier is Tier.DEVICE:
                 self._append(piece, root, on_device=True)
             else:
@@ -63,18 +64,19 @@ class HeldPages:
 
     def remove(self, event: BlocksRemoved) -> None:
         """Pages that are not held are ignored: they were stored before anyone listened."""
+        tier, runs = event.tier, self._runs
         for page in event.block_hashes:
-            run = self._runs.get(page)
-            copies = self._copies_of(page, run)
-            had = copies.pop(event.tier, 0)
-            if had > 1:
-                copies[event.tier] = had - 1
-            if had:
-                self._set_copies(page, run, copies)
-            if run is not None and not copies:
-                self._trim(run)
-            elif had and not copies:
-                self._orphans.pop(page)
+            run = runs.get(page)
+            if run is None:
+                if page in self._orphans.by_hash:
+                    self._remove_copy(page, None, tier)
+            elif tier is Tier.DEVICE and page not in self._copies:
+                offset = run.pages.index(page)
+                self._leave_device(run, offset)
+                if not run.on_device >> offset:
+                    self._trim(run)
+            else:
+                self._remove_copy(page, run, tier)
 
     def cap(self) -> None:
         self.capped = True
@@ -146,28 +148,33 @@ class HeldPages:
 
     def _trim(self, run: PageRun) -> None:
         """Forget the pages at the end that are gone, as far as nothing hangs from them."""
-        while run.pages:
-            page, number = run.pages[-1], run.end
-            if run.on_device >> (len(run.pages) - 1) or page in self._copies or number in (run.branches or ()):
-                break
-            run.pages.pop()
+        keep = run.on_device.bit_length()
+        if run.branches:
+            keep = max(keep, max(run.branches) - run.at)
+        if self._copies:
+            keep = max([keep, *(offset + 1 for offset, page in enumerate(run.pages) if page in self._copies)])
+        if keep == len(run.pages):
+            return
+        for page in run.pages[keep:]:
             del self._runs[page]
-            run.name = None
-            if run.extra_keys:
-                run.extra_keys.pop(number - 1, None)
-        run.tokens = run.tokens[: len(run.pages) * self.page_bytes]
-        if not run.pages and run.up is not None:
+        del run.pages[keep:]
+        run.tokens = run.tokens[: keep * self.page_bytes]
+        run.name = None
+        if run.extra_keys:
+            run.extra_keys = {number: keys for number, keys in run.extra_keys.items() if number < run.end}
+        if not keep and run.up is not None:
             run.cut()
             self._trim(run.up)
 
     # --- copies -------------------------------------------------------------------------------------------
 
-    def _store_one(self, piece: _Piece, tier: Tier, root: PrefixHash) -> None:
+    def _store_one(self, piece: _Piece, tier: Tier, root: PrefixHash, *, capped: bool) -> None:
         """Store one page that is known, or waited for, or whose parent is not known."""
         (page,) = piece.pages
         run = self._runs.get(page)
         copies = self._copies_of(page, run)
-        copies[tier] = 1 if self.capped else copies.get(tier, 0) + 1
+        had = copies.get(tier, 0)
+        copies[tier] = max(had, 1) if capped else had + 1
         if run is not None or (page in self._orphans.by_hash and piece.parent not in self._runs):
             self._set_copies(page, run, copies)
         elif piece.parent is None or piece.parent in self._runs:
@@ -199,6 +206,18 @@ class HeldPages:
         there = page in self._orphans.by_hash if run is None else run.on_device >> run.pages.index(page) & 1
         return dict(ONE_ON_DEVICE) if there else {}
 
+    def _remove_copy(self, page: EngineHash, run: PageRun | None, tier: Tier) -> None:
+        copies = self._copies_of(page, run)
+        had = copies.pop(tier, 0)
+        if had > 1:
+            copies[tier] = had - 1
+        if had:
+            self._set_copies(page, run, copies)
+        if not copies and run is not None:
+            self._trim(run)
+        elif not copies:
+            self._orphans.pop(page)
+
     def _set_copies(self, page: EngineHash, run: PageRun | None, copies: Copies) -> None:
         if copies and copies != ONE_ON_DEVICE:
             self._copies[page] = copies
@@ -207,14 +226,17 @@ class HeldPages:
         if run is None:
             return
         offset = run.pages.index(page)
-        bit, number = 1 << offset, run.at + offset
-        if Tier.DEVICE in copies and not run.on_device & bit:
-            run.on_device |= bit
-            for one in run.behind(number):
+        if Tier.DEVICE not in copies:
+            self._leave_device(run, offset)
+        elif not run.on_device >> offset & 1:
+            run.on_device |= 1 << offset
+            for one in run.behind(run.at + offset):
                 self._credit(one)
-        elif Tier.DEVICE not in copies and run.on_device & bit:
-            run.on_device &= ~bit
-            for one in run.behind(number):
+
+    def _leave_device(self, run: PageRun, offset: int) -> None:
+        if run.on_device >> offset & 1:
+            run.on_device ^= 1 << offset
+            for one in run.behind(run.at + offset) if run.branches else (run,):
                 self._discredit(one)
 
     def _credit(self, run: PageRun) -> None:

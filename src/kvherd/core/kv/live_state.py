@@ -59,6 +59,7 @@ class LiveState:
         held = Held(event.lora, event.salt, (), (event.tier,))
         plain = held == PLAIN and not event.extra_keys
         parent, start, before = event.parent_hash, 0, len(blocks)
+        capped = capped or event.may_repeat
         for number, block in enumerate(event.block_hashes):
             if block in blocks:
                 self._add_copy(block, event.tier, capped=capped)

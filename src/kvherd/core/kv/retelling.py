@@ -54,10 +54,11 @@ class Retelling:
         copies = self._copies()
         for _ in range(self.count):
             piece, run = list[BlocksStored](), _Run()
-            for block, tier in islice(copies, self._at_once):
+            for block, tier, again in islice(copies, self._at_once):
                 parent, tokens = self.blocks[block]
                 held = self.held.get(block, PLAIN)
-                if not run.goes_on(parent, len(tokens), held, tier):
+                # A run from the root adds no second copies.
+                if not run.goes_on(parent, len(tokens), held, tier) or (again and run.parent is None):
                     piece += run.end()
                     run = _Run(parent, len(tokens), held, tier)
                 run.blocks.append(block)
@@ -65,18 +66,18 @@ class Retelling:
                 run.extra_keys.append(held.extra_keys)
             yield (*piece, *run.end())
 
-    def _copies(self) -> Iterator[tuple[EngineHash, Tier]]:
-        """First one copy of every block, then the second of those that have one, and so on."""
+    def _copies(self) -> Iterator[tuple[EngineHash, Tier, bool]]:
+        """First one copy of every block, then, marked, the second of those that have one, and so on."""
         several: list[EngineHash] = []
         for block in self._parents_first():
             tiers = self.held.get(block, PLAIN).tiers
-            yield block, tiers[0]
+            yield block, tiers[0], False
             if len(tiers) > 1:
                 several.append(block)
         number = 1
         while several:
             for block in several:
-                yield block, self.held[block].tiers[number]
+                yield block, self.held[block].tiers[number], True
             number += 1
             several = [block for block in several if len(self.held[block].tiers) > number]
 
