@@ -4,8 +4,9 @@
     DEALER → ROUTER  [b"", start]     ROUTER → DEALER  [b"", topic?, number, payload]… [b"", b"", ff × 8, b""]
 
 A SUB socket reconnects in silence, so its monitor is read before any frame is given away: the handshake of a connection
-is reported there before its first frame can be received. A peer that does not even answer ZeroMQ's own heartbeats is
-given up, so that a connection that died unseen is made again.
+is reported there before its first frame can be received. A peer whose machine is gone is found out by TCP, so that a
+connection that died unseen is made again; not by ZeroMQ's heartbeats: libzmq 4.3.5 ends the process on one that comes
+while a socket's queue is full.
 """
 
 import asyncio
@@ -25,8 +26,13 @@ QUEUED_FRAMES: Final = 10_000
 """Frames that wait to be read; a publisher drops what is beyond, and the gap is replayed."""
 PIECE_FRAMES: Final = 1_000
 AT_ONCE: Final = 256
-HEARTBEAT_MS: Final = 1_000
-SILENT_MS: Final = 3_000
+_KEEPALIVE: Final = {
+    zmq.TCP_KEEPALIVE: 1,
+    zmq.TCP_KEEPALIVE_IDLE: 2,
+    zmq.TCP_KEEPALIVE_INTVL: 1,
+    zmq.TCP_KEEPALIVE_CNT: 3,
+}
+"""In seconds, and tries."""
 _HANDSHAKE_FAILED: Final = (
     zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 )
@@ -68,8 +74,8 @@ class ZmqFrameFeed:
         self._sub.set(zmq.RECONNECT_IVL, 50)
         self._sub.set(zmq.RECONNECT_IVL_MAX, 1_000)
         self._sub.subscribe(self._topic)
-        self._sub.set(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
-        self._sub.set(zmq.HEARTBEAT_TIMEOUT, SILENT_MS)
+        for option, value in _KEEPALIVE.items():
+            self._sub.set(option, value)
         self._publishers, self._failed = 0, False
         self._monitor = self._sub.get_monitor_socket(
             zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | _HANDSHAKE_FAILED
