@@ -139,11 +139,10 @@ def frame_feeds(events: str, replay: str | None, *, ranks: int, bind_events: boo
 async def run_bridge(plan: BridgePlan) -> None:
     """Serve until cancelled; nothing is left open."""
     async with AsyncExitStack() as stack:
-        events = None
+        relay = None
         if plan.feeds:
             relay = await stack.enter_async_context(KvRelay(plan.feeds, options=plan.relay))
-            events = EventStreams(relay, server=_SERVER)
-        front, identify = _front(plan, events, stack)
+        front, identify = _front(plan, relay, stack)
         bridge = await stack.enter_async_context(Bridge(plan.config, front, identify=identify))
         what = "the KV events and calls" if plan.speaks_grpc else "the KV events"
         log.info("serving %s of %s at grpc://%s:%d", what, plan.engine, plan.config.host, plan.config.port)
@@ -152,19 +151,22 @@ async def run_bridge(plan: BridgePlan) -> None:
 
 
 def _front(
-    plan: BridgePlan, events: EventStreams | None, stack: AsyncExitStack
+    plan: BridgePlan, relay: KvRelay | None, stack: AsyncExitStack
 ) -> tuple[Front, Callable[[], Awaitable[WorkerFacts]]]:
     """What is served for the engine, and the way to ask it what it is; its connections end with `stack`."""
     name = WorkerId(plan.engine)
+    events = None if relay is None else EventStreams(relay, server=_SERVER)
+    flushed = None if relay is None else relay.flushed
     if plan.speaks_grpc:
         engine, channel = GrpcWorker(name), open_channel(name)
         stack.push_async_callback(engine.close)
         stack.push_async_callback(channel.close)
-        return ProxyFront(name, channel, events=events, server=_SERVER), engine.identify
+        return ProxyFront(name, channel, events=events, flushed=flushed, server=_SERVER), engine.identify
     worker = HttpWorker(name, plan.engine)
     stack.push_async_callback(worker.close)
-    assert events is not None, "an engine on HTTP has no events but those on its sockets"
-    return HttpFront(worker, events, tokenizer_zip=plan.tokenizer_zip), worker.detect
+    assert events is not None
+    assert flushed is not None, "an engine on HTTP has no events but those on its sockets"
+    return HttpFront(worker, events, flushed=flushed, tokenizer_zip=plan.tokenizer_zip), worker.detect
 
 
 def _require_engine(url: str) -> None:

@@ -1,10 +1,14 @@
 """What a servicer may rely on from whatever numbers an engine's KV events for it."""
 
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Protocol
 
 from kvherd.core.ids import Epoch, Rank
 from kvherd.core.kv.events import KvEventBatch, SnapshotChunk
+
+Flushed = Callable[[float], None]
+"""Told that the engine obeyed a flush, and when it was ordered by the event loop's clock; its caller is answered after.
+"""
 
 
 class KvSubscription(Protocol):

@@ -117,7 +117,7 @@ async def bridged(
             async with KvRelay(feeds, options=FAST) as relay:
                 streams = EventStreams(relay, server="the bridge")
                 config = BridgeConfig(port=port, ranks=ranks, retry_s=0.01)
-                front = HttpFront(worker, streams, tokenizer_zip=tokenizer_zip)
+                front = HttpFront(worker, streams, flushed=relay.flushed, tokenizer_zip=tokenizer_zip)
                 async with (
                     grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel,
                     Bridge(config, front, identify=worker.detect) as bridge,
@@ -317,6 +317,23 @@ async def test_a_flush_that_was_not_obeyed_has_its_status(
             await flush(at, timeout_s)
         assert caught.value.code() is grpc.StatusCode[code]
         assert words in (caught.value.details() or "")
+
+
+async def test_a_flush_that_was_obeyed_is_told_to_subscribers_at_once_and_one_that_was_refused_is_not() -> None:
+    async with FakePublisher() as publisher, bridged(publisher) as at:
+        await publisher.publish(block(1))
+        await known(at.relay, 1)
+        call = at.sglang.SubscribeKvEvents(FROM_ZERO)
+        await read(call, 1)
+        at.engine.resets = [("200 OK", '{"success": false}')]
+        await flush(at)
+        assert at.relay.blocks(Rank(0)) == 1
+        at.engine.resets = [("200 OK", '{"success": true}')]
+        await flush(at)
+        assert at.relay.blocks(Rank(0)) == 0
+        [message] = await read(call, 1)
+        assert [event.WhichOneof("data") for event in message.events] == ["cleared"]
+        call.cancel()
 
 
 async def test_an_engine_that_is_gone_is_unavailable_while_its_events_are_served() -> None:

@@ -17,6 +17,7 @@ from kvherd.adapters.zmq_kv_feed import ZmqFrameFeed
 from kvherd.core.errors import WorkerUnreachable
 from kvherd.core.ids import EngineHash, Rank, WorkerId
 from kvherd.core.kv.events import BlocksStored
+from kvherd.ports.kv_stream import Flushed
 from kvherd.ports.worker import WorkerFacts
 from kvherd.services.bridge.bridge import Bridge, BridgeConfig
 from kvherd.services.bridge.proxy import ProxyFront
@@ -55,12 +56,14 @@ async def nothing_to_say() -> WorkerFacts:
 
 
 @asynccontextmanager
-async def proxied(*, events: EventStreams | None = None, drain_s: float = 5.0) -> AsyncIterator[Stage]:
+async def proxied(
+    *, events: EventStreams | None = None, flushed: Flushed | None = None, drain_s: float = 5.0
+) -> AsyncIterator[Stage]:
     port = free_ports((0,))
     async with FakeGrpcEngine() as engine:
         name = WorkerId(f"grpc://127.0.0.1:{engine.port}")
         async with open_channel(name) as upstream:
-            front = ProxyFront(name, upstream, events=events, server="the bridge")
+            front = ProxyFront(name, upstream, events=events, flushed=flushed, server="the bridge")
             config = BridgeConfig(port=port, drain_s=drain_s)
             async with (
                 grpc.aio.insecure_channel(f"127.0.0.1:{port}", options=LIMITS) as channel,
@@ -418,3 +421,26 @@ async def test_without_a_relay_the_events_are_the_engine_s() -> None:
         call = stub.SubscribeKvEvents(common_pb2.SubscribeKvEventsRequest(start_sequence_number=5))
         async with asyncio.timeout(5):
             assert (await call.read()).sequence_number == 6
+
+
+@pytest.mark.parametrize("stub", [sglang_scheduler_pb2_grpc.SglangSchedulerStub, vllm_engine_pb2_grpc.VllmEngineStub])
+async def test_a_flush_that_passes_is_noted_before_its_answer_if_the_engine_obeyed(stub: Any) -> None:
+    answer = common_pb2.FlushCacheResponse(success=False, message="busy")
+
+    async def flush(context: Any) -> None:
+        await context.write(answer.SerializeToString())
+
+    noted: list[float] = []
+    async with proxied(flushed=noted.append) as at:
+        at.engine.calls["FlushCache"] = flush
+        ask = stub(at.channel).FlushCache
+        assert (await ask(common_pb2.FlushCacheRequest())).message == "busy"
+        assert noted == []
+        answer.success = True
+        before_s = asyncio.get_running_loop().time()
+        assert (await ask(common_pb2.FlushCacheRequest())).success
+        assert len(noted) == 1
+        assert before_s <= noted[0] <= asyncio.get_running_loop().time()
+        other = at.channel.unary_unary("/other.Service/FlushCache")
+        assert await other(b"") == answer.SerializeToString()
+        assert len(noted) == 1

@@ -74,6 +74,10 @@ class FlushBarrier:
         """What the rank holds was told while it was held back, and was not taken."""
         self._dropped.add(rank)
 
+    def forget(self, rank: Rank) -> None:
+        """What the rank holds is told from zero: what was dropped before counts no more."""
+        self._dropped.discard(rank)
+
     def judge(self, batch: KvEventBatch, *, now_s: float) -> Verdict:
         clears = [number for number, event in enumerate(batch.events) if isinstance(event, CacheCleared)]
         if not self.holds_back(batch.rank):

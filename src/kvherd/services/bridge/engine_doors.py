@@ -18,7 +18,7 @@ from smg_grpc_proto.generated import (
 
 from kvherd import __version__
 from kvherd.core.errors import FieldInvalid, Unsupported, WorkerError, WorkerTimedOut
-from kvherd.ports.kv_stream import KvEventDoor
+from kvherd.ports.kv_stream import Flushed, KvEventDoor
 from kvherd.ports.worker import Worker
 from kvherd.services.bridge import engine_answers
 from kvherd.services.kv_relay.grpc_edge import Context, Handler, rpc
@@ -41,9 +41,12 @@ class _Door:
 
     pb: ClassVar[ModuleType]
 
-    def __init__(self, engine: Worker, events: KvEventDoor, tokenizer_zip: bytes | None = None) -> None:
+    def __init__(
+        self, engine: Worker, events: KvEventDoor, *, flushed: Flushed, tokenizer_zip: bytes | None = None
+    ) -> None:
         self._engine = engine
         self._events = events
+        self._flushed = flushed
         self._tokenizer_zip = tokenizer_zip
 
     @rpc
@@ -62,6 +65,8 @@ class _Door:
         asked_s = loop.time()
         hold = dict(context.invocation_metadata() or ()).get(HOLD_KEY) == "1"
         answer = await self._asked(self._engine.flush(timeout_s=timeout_s, hold=hold), within_s=timeout_s + ANSWER_S)
+        if answer.done:
+            self._flushed(asked_s)
         if answer.ranks:
             context.set_trailing_metadata(((RANKS_KEY, engine_answers.ranks_json(answer.ranks)),))
         if not answer.done and 0 < timeout_s <= loop.time() - asked_s:

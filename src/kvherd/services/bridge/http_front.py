@@ -6,7 +6,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 from smg_grpc_proto.generated import sglang_scheduler_pb2_grpc, vllm_engine_pb2_grpc
 
-from kvherd.ports.kv_stream import KvEventDoor
+from kvherd.ports.kv_stream import Flushed, KvEventDoor
 from kvherd.ports.worker import Worker
 from kvherd.services.bridge.engine_doors import SGLANG_SERVICE, VLLM_SERVICE, SglangDoor, VllmDoor
 
@@ -16,9 +16,11 @@ _SERVICES = (SGLANG_SERVICE.full_name, VLLM_SERVICE.full_name)
 class HttpFront:
     """Implements `services.bridge.bridge.Front`. `tokenizer_zip` is what GetTokenizer hands out, if anything."""
 
-    def __init__(self, engine: Worker, events: KvEventDoor, *, tokenizer_zip: bytes | None = None) -> None:
-        self._sglang = SglangDoor(engine, events, tokenizer_zip)
-        self._vllm = VllmDoor(engine, events, tokenizer_zip)
+    def __init__(
+        self, engine: Worker, events: KvEventDoor, *, flushed: Flushed, tokenizer_zip: bytes | None = None
+    ) -> None:
+        self._sglang = SglangDoor(engine, events, flushed=flushed, tokenizer_zip=tokenizer_zip)
+        self._vllm = VllmDoor(engine, events, flushed=flushed, tokenizer_zip=tokenizer_zip)
         self._events = events
         self._health = health.aio.HealthServicer()
 

@@ -2,29 +2,30 @@
 
 What is kept: messages and their order, metadata both ways, the status with its words, headers as early as the engine
 sends them, none where it sends none, the deadline, a cancellation by either side, and back-pressure: the next message
-is read when the one before was taken. One exception: with a relay, SubscribeKvEvents is the relay's.
+is read when the one before was taken. With a relay, SubscribeKvEvents is the relay's, and it is told of the flushes
+that the engine obeyed.
 """
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, Final, TypeAlias
 
 import grpc
 import grpc.aio
+from google.protobuf.message import DecodeError
 from smg_grpc_proto.generated import common_pb2, sglang_scheduler_pb2, vllm_engine_pb2
 
 from kvherd.core.errors import WorkerUnreachable
 from kvherd.core.ids import WorkerId
-from kvherd.ports.kv_stream import KvEventDoor
+from kvherd.ports.kv_stream import Flushed, KvEventDoor
 from kvherd.services.kv_relay.grpc_edge import Context, OpenCalls, rpc
 
-EVENT_METHODS: Final = frozenset(
-    f"/{service.full_name}/SubscribeKvEvents"
-    for service in (
-        sglang_scheduler_pb2.DESCRIPTOR.services_by_name["SglangScheduler"],
-        vllm_engine_pb2.DESCRIPTOR.services_by_name["VllmEngine"],
-    )
+_SERVICES: Final = (
+    sglang_scheduler_pb2.DESCRIPTOR.services_by_name["SglangScheduler"].full_name,
+    vllm_engine_pb2.DESCRIPTOR.services_by_name["VllmEngine"].full_name,
 )
+_EVENTS: Final = frozenset(f"/{service}/SubscribeKvEvents" for service in _SERVICES)
+_FLUSH: Final = frozenset(f"/{service}/FlushCache" for service in _SERVICES)
 _ENDLESS: Final = frozenset({"SubscribeKvEvents", "Watch", "ServerReflectionInfo"})
 """Calls that nobody ends while the server lives."""
 _LONE_REQUEST_S: Final = 0.02
@@ -53,13 +54,20 @@ def passed_on(metadata: Iterable[tuple[str, str | bytes]] | None) -> Metadata:
 class ProxyFront:
     """Implements `services.bridge.bridge.Front` for the engine at the other end of `channel`, which is the caller's.
 
-    `events`: who serves SubscribeKvEvents; None: the engine. `server` is what is stopping when calls end with it.
+    `events`: who serves SubscribeKvEvents; None: the engine. `flushed` is told of flushes that the engine obeyed.
+    `server` is what is stopping when calls end with it.
     """
 
     def __init__(
-        self, engine: WorkerId, channel: grpc.aio.Channel, *, events: KvEventDoor | None = None, server: str
+        self,
+        engine: WorkerId,
+        channel: grpc.aio.Channel,
+        *,
+        events: KvEventDoor | None = None,
+        flushed: Flushed | None = None,
+        server: str,
     ) -> None:
-        self._proxy = EngineProxy(engine, channel, server=server)
+        self._proxy = EngineProxy(engine, channel, flushed=flushed, server=server)
         self._events = events
 
     async def serve_on(self, server: grpc.aio.Server) -> None:
@@ -80,9 +88,10 @@ class ProxyFront:
 class EngineProxy(grpc.GenericRpcHandler):  # type: ignore[misc] # grpc has no types
     """Any method of any service, as the engine has it. `endless` and `calls` are the calls under way."""
 
-    def __init__(self, engine: WorkerId, channel: grpc.aio.Channel, *, server: str) -> None:
+    def __init__(self, engine: WorkerId, channel: grpc.aio.Channel, *, flushed: Flushed | None, server: str) -> None:
         self._engine = engine
         self._channel = channel
+        self._flushed = flushed
         self.endless = OpenCalls(server)
         self.calls = OpenCalls(server)
 
@@ -97,11 +106,19 @@ class EngineProxy(grpc.GenericRpcHandler):  # type: ignore[misc] # grpc has no t
                 requests = _Requests(context, group)
                 up = await self._begin(method, context, requests)
                 try:
-                    await _relay_answer(up, context, group)
+                    await _relay_answer(up, context, group, self._heed(method))
                 finally:
                     requests.stop()
                     up.cancel()
             await self._end(up, context)
+
+    def _heed(self, method: str) -> Callable[[bytes], None]:
+        """What is done with each message of the answer before it is passed on."""
+        flushed = self._flushed
+        if flushed is None or method not in _FLUSH:
+            return _nothing
+        ordered_s = asyncio.get_running_loop().time()
+        return lambda message: flushed(ordered_s) if _obeyed(message) else None
 
     async def _begin(self, method: str, context: Context, requests: "_Requests") -> Upstream:
         lone = await requests.lone()
@@ -188,7 +205,7 @@ class _EventsHandler(grpc.GenericRpcHandler):  # type: ignore[misc] # grpc has n
         self._events = events
 
     def service(self, handler_call_details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler | None:
-        if handler_call_details.method not in EVENT_METHODS:
+        if handler_call_details.method not in _EVENTS:
             return None
         return grpc.unary_stream_rpc_method_handler(
             self._serve,
@@ -201,7 +218,20 @@ class _EventsHandler(grpc.GenericRpcHandler):  # type: ignore[misc] # grpc has n
         await self._events.serve(request.start_sequence_number, context)
 
 
-async def _relay_answer(up: Upstream, context: Context, group: asyncio.TaskGroup) -> None:
+def _nothing(_message: bytes) -> None:
+    return
+
+
+def _obeyed(answer: bytes) -> bool:
+    try:
+        return bool(common_pb2.FlushCacheResponse.FromString(answer).success)
+    except DecodeError:
+        return False
+
+
+async def _relay_answer(
+    up: Upstream, context: Context, group: asyncio.TaskGroup, heed: Callable[[bytes], None]
+) -> None:
     """Headers and messages; the status is the caller's to read."""
     headers = await up.initial_metadata()
     reading = group.create_task(_next_of(up))
@@ -211,6 +241,7 @@ async def _relay_answer(up: Upstream, context: Context, group: asyncio.TaskGroup
         await context.send_initial_metadata(passed_on(headers))
     message = await reading
     while message is not grpc.aio.EOF:
+        heed(message)
         await context.write(message)
         message = await _next_of(up)
 

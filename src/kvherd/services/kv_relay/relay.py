@@ -7,6 +7,7 @@ publisher's life ends, every subscriber starts over, and is told again what the 
 import asyncio
 import logging
 import secrets
+import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack
@@ -16,6 +17,8 @@ from typing import Self, assert_never
 
 from kvherd.core.errors import FrameInvalid
 from kvherd.core.ids import Epoch, Rank
+from kvherd.core.kv.barrier import Current, FlushBarrier, Outdated, Unsure
+from kvherd.core.kv.events import CacheCleared, KvEventBatch
 from kvherd.core.kv.feed import (
     AskReplay,
     BeginLife,
@@ -77,7 +80,7 @@ class _RankLine:
 class KvRelay:
     """Implements `KvStream` for the publishers of one engine. An async context manager; subscribe inside it only.
 
-    `counts` has `frames`, `bad_batches`, `untranslatable`, `lives` and `replays`, since the start.
+    `counts` has `frames`, `bad_batches`, `untranslatable`, `lives`, `replays` and `flushes`, since the start.
     """
 
     def __init__(
@@ -91,6 +94,7 @@ class KvRelay:
         self._dice = dice
         self._lines = {rank: _RankLine(rank, feed) for rank, feed in sorted(feeds.items())}
         self.counts: Counter[str] = Counter()
+        self._barrier = FlushBarrier()
         self._life = self._new_life({})
 
     @property
@@ -116,6 +120,18 @@ class KvRelay:
     def rank_started(self, rank: Rank) -> None:
         """Say that the rank's process is a new one: what it published before is void. Call it after a restart."""
         self._lines[rank].replaced = True
+
+    def flushed(self, ordered_s: float) -> None:
+        """Say that the engine obeyed a flush, ordered at `ordered_s` by the event loop's clock.
+
+        Subscribers are told at once that nothing is held, whenever the engine will publish that; what it published
+        before and is still on its way is kept from them.
+        """
+        self.counts["flushes"] += 1
+        answered_s = time.time()
+        for rank in self._barrier.flushed(self._lines, ordered_s=ordered_s, answered_s=answered_s):
+            self._life.histories[rank].append(answered_s, (CacheCleared(),))
+        self._life.tell()
 
     async def __aenter__(self) -> Self:
         async with AsyncExitStack() as stack:
@@ -217,13 +233,28 @@ class KvRelay:
             reason = f"rank {line.rank}, batch {frame.sequence}: {error.reason}"
             self._void(line, StreamUntranslatable(reason), frame.sequence + 1)
         else:
-            if batch.events:
-                self._life.histories[line.rank].append(batch.timestamp_s, batch.events)
+            self._tell(line, KvEventBatch(frame.sequence, batch.timestamp_s, line.rank, batch.events))
+
+    def _tell(self, line: _RankLine, batch: KvEventBatch) -> None:
+        events = batch.events
+        match self._barrier.judge(batch, now_s=asyncio.get_running_loop().time()):
+            case Current(current):
+                events = current
+            case Outdated():
+                return
+            case Unsure():
+                reason = f"rank {line.rank}: events around a flush were dropped"
+                self._void(line, EpochEnded(reason), max(batch.sequence, 1))
+            case verdict:
+                assert_never(verdict)
+        if events:
+            self._life.histories[line.rank].append(batch.timestamp_s, events)
 
     def _void(self, line: _RankLine, end: StreamLost, unknown_before: int = 0) -> None:
         """End the epoch; the next begins with the other ranks as they are and this one empty."""
         log.warning("%s", end)
         line.decoder = KvDecoder()
+        self._barrier.forget(line.rank)
         self._end_life(end, {line.rank: None})
         self._life.histories[line.rank].unknown_before = unknown_before
 
