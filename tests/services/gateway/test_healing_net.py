@@ -42,7 +42,7 @@ async def bridge_of(engine: StockVllm) -> AsyncIterator[str]:
     frames = {Rank(0): ZmqFrameFeed(engine.publisher.events_endpoint, engine.publisher.replay_endpoint)}
     try:
         async with KvRelay(frames, options=FAST) as relay:
-            front = HttpFront(worker, EventStreams(relay, server="the bridge"), tokenizer_zip=None)
+            front = HttpFront(worker, EventStreams(relay, server="the bridge"), flushed=relay.flushed)
             async with Bridge(BridgeConfig(port=port, retry_s=0.01), front, identify=worker.detect):
                 yield f"grpc://127.0.0.1:{port}"
     finally:
