@@ -86,6 +86,7 @@ class HttpAsker:
     async def ask(
         self, method: str, path: str, *, body: bytes = b"", sent: Callable[[], None] | None = None
     ) -> HttpAnswer:
+        """`body` is JSON, if there is any."""
         length = "" if method == "GET" else f"content-length: {len(body)}\r\n"
         if body:
             length += "content-type: application/json\r\n"

@@ -1,11 +1,13 @@
 """An engine worker that speaks HTTP: kvherd's own, vLLM, SGLang, or any OpenAI-compatible server."""
 
+from collections.abc import Mapping
 from typing import assert_never
 
 from kvherd.adapters.http_detect import detect, sum_of
 from kvherd.adapters.http_exchange import HttpAnswer, HttpAsker
 from kvherd.adapters.http_flush import flush_by_url, flush_vllm
 from kvherd.adapters.http_pool import HttpPool, UpstreamBroken, UpstreamUnreachable
+from kvherd.adapters.http_profile import start_profile, stop_profile
 from kvherd.adapters.http_url import http_address
 from kvherd.adapters.usage_sniffer import UsageSniffer
 from kvherd.core.errors import WorkerFailed, WorkerRefused, WorkerUnreachable, WorkerUnsupported
@@ -42,7 +44,7 @@ _REASON_BYTES = 64 * 1024
 
 
 class HttpWorker:
-    """`ports.worker.Worker` over HTTP/1.1. Raises `OptionInvalid` for a base URL that names no worker.
+    """`ports.profiler.ProfiledWorker` over HTTP/1.1. Raises `OptionInvalid` for a base URL that names no worker.
 
     With `api_key`, it takes the place of whatever authorization a client sent.
     """
@@ -131,6 +133,13 @@ class HttpWorker:
                 raise WorkerUnsupported(self._id, "flush")
             case _:
                 assert_never(facts.kind)
+
+    async def start_profile(self, fields: Mapping[str, object]) -> str:
+        facts = self._facts or await self.detect()
+        return await start_profile(self._id, self._asker, facts.kind, fields)
+
+    async def stop_profile(self) -> str:
+        return await stop_profile(self._id, self._asker)
 
     async def close(self) -> None:
         await self._pool.close()

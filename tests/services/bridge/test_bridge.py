@@ -64,6 +64,7 @@ class FakeVllm:
     resets: list[tuple[str, str]] = field(default_factory=lambda: [("200 OK", '{"success": true}')])
     asked: int = 0
     silent: bool = False
+    profiler: tuple[str, str] = ("404 Not Found", '{"detail": "Not Found"}')
 
     async def answer(self, request: RawRequest, _reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         if self.silent:
@@ -84,6 +85,8 @@ class FakeVllm:
             case "/reset_prefix_cache":
                 self.asked += 1
                 return self.resets.pop(0) if len(self.resets) > 1 else self.resets[0]
+            case "/start_profile" | "/stop_profile":
+                return self.profiler
             case _:
                 return "404 Not Found", '{"detail": "Not Found"}'
 
@@ -360,6 +363,29 @@ async def test_an_engine_that_never_answers_costs_its_deadline_and_no_more(monke
         assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
 
 
+@pytest.mark.parametrize("name", ["StartProfile", "StopProfile"])
+async def test_a_vllm_without_a_profiler_is_unimplemented_and_one_with_it_is_asked(name: str) -> None:
+    request = getattr(common_pb2, f"{name}Request")()
+    async with FakePublisher() as publisher, bridged(publisher) as at:
+        with pytest.raises(grpc.aio.AioRpcError, match="--profiler-config") as caught:
+            await getattr(at.sglang, name)(request)
+        assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
+        at.engine.profiler = ("200 OK", "")
+        assert (await getattr(at.sglang, name)(request)).success
+        at.engine.profiler = ("500 Internal Server Error", '{"error": {"message": "no profiler runs"}}')
+        with pytest.raises(grpc.aio.AioRpcError, match="no profiler runs") as caught:
+            await getattr(at.sglang, name)(request)
+        assert caught.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+
+
+async def test_a_field_of_a_profile_that_vllm_would_ignore_is_refused_by_name() -> None:
+    async with FakePublisher() as publisher, bridged(publisher) as at:
+        at.engine.profiler = ("200 OK", "")
+        with pytest.raises(grpc.aio.AioRpcError, match="num_steps") as caught:
+            await at.sglang.StartProfile(common_pb2.StartProfileRequest(num_steps=3))
+        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
 # --- what does not -----------------------------------------------------------------------------------------------
 
 
@@ -380,16 +406,18 @@ async def test_every_other_call_is_unimplemented_in_words(service: Any) -> None:
         "GetServerInfo",
         "GetLoads",
         "GetTokenizer",
+        "StartProfile",
+        "StopProfile",
     }
     others = {method.name for method in service.methods} - passed
-    assert {"Generate", "Abort", "StartProfile"} <= others
+    assert {"Generate", "Abort"} <= others
     async with FakePublisher() as publisher, bridged(publisher) as at:
         for name in sorted(others):
             call = at.channel.unary_stream(f"/{service.full_name}/{name}")(b"")
             async with asyncio.timeout(5):
                 assert await call.code() is grpc.StatusCode.UNIMPLEMENTED
                 assert await call.details() == (
-                    f"{name} (a bridge passes on KV events, flushes, health and load) is not supported here"
+                    f"{name} (a bridge passes on KV events, flushes, profiles, health and load) is not supported here"
                 )
 
 

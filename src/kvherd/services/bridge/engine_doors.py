@@ -8,6 +8,7 @@ from types import ModuleType
 from typing import Any, ClassVar, TypeAlias, TypeVar
 
 import grpc
+from google.protobuf import json_format
 from smg_grpc_proto.generated import (
     common_pb2,
     sglang_scheduler_pb2,
@@ -19,7 +20,7 @@ from smg_grpc_proto.generated import (
 from kvherd import __version__
 from kvherd.core.errors import FieldInvalid, Unsupported, WorkerError, WorkerTimedOut
 from kvherd.ports.kv_stream import Flushed, KvEventDoor
-from kvherd.ports.worker import Worker
+from kvherd.ports.profiler import ProfiledWorker
 from kvherd.services.bridge import engine_answers
 from kvherd.services.kv_relay.grpc_edge import Context, Handler, rpc
 from kvherd.wire.sglang_pb import HOLD_KEY
@@ -33,6 +34,8 @@ RANKS_KEY = "kvherd-ranks"
 ANSWER_S = 5.0
 """How long the engine may take to answer, beside what it may wait until it is idle."""
 LONGEST_FLUSH_S = 3600.0
+PROFILE_S = 600.0
+"""How long the engine may take to begin or to end a profile: traces are large."""
 CHUNK_BYTES = 2**20
 
 
@@ -42,7 +45,7 @@ class _Door:
     pb: ClassVar[ModuleType]
 
     def __init__(
-        self, engine: Worker, events: KvEventDoor, *, flushed: Flushed, tokenizer_zip: bytes | None = None
+        self, engine: ProfiledWorker, events: KvEventDoor, *, flushed: Flushed, tokenizer_zip: bytes | None = None
     ) -> None:
         self._engine = engine
         self._events = events
@@ -107,6 +110,21 @@ class _Door:
             chunk = data[start : start + CHUNK_BYTES]
             await context.write(common_pb2.GetTokenizerChunk(data=chunk, sha256=digest if last else ""))
 
+    @rpc
+    async def StartProfile(  # noqa: N802 - the protocol names it
+        self, request: common_pb2.StartProfileRequest, context: Context
+    ) -> common_pb2.ProfileResponse:
+        fields = json_format.MessageToDict(request, preserving_proto_field_name=True)
+        words = await self._asked(self._engine.start_profile(fields), within_s=PROFILE_S)
+        return common_pb2.ProfileResponse(success=True, message=words)
+
+    @rpc
+    async def StopProfile(  # noqa: N802 - the protocol names it
+        self, request: common_pb2.StopProfileRequest, context: Context
+    ) -> common_pb2.ProfileResponse:
+        words = await self._asked(self._engine.stop_profile(), within_s=PROFILE_S)
+        return common_pb2.ProfileResponse(success=True, message=words)
+
     async def _asked(self, answer: Awaitable[T], *, within_s: float = ANSWER_S) -> T:
         try:
             async with asyncio.timeout(within_s):
@@ -142,7 +160,7 @@ VLLM_SERVICE = vllm_engine_pb2.DESCRIPTOR.services_by_name["VllmEngine"]
 def _unsupported(call: str) -> Handler:
     @rpc
     async def handler(door: _Door, request: object, context: Context) -> None:
-        raise Unsupported(f"{call} (a bridge passes on KV events, flushes, health and load)")
+        raise Unsupported(f"{call} (a bridge passes on KV events, flushes, profiles, health and load)")
 
     return handler
 
