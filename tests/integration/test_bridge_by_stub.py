@@ -192,6 +192,13 @@ def test_a_large_state_comes_in_chunks_that_number_on_into_the_stream(pair: Pair
     assert all(chunk.ByteSize() < 4 << 20 for chunk in chunks)
 
 
+def is_accepted(pair: Pair) -> bool:
+    call = pair.subscribe()
+    told = "kvherd-epoch" in dict(call.initial_metadata())
+    call.cancel()
+    return told
+
+
 def test_an_engine_that_is_killed_and_started_again_is_data_loss_and_then_a_fresh_snapshot(pair: Pair) -> None:
     pair.store(16)
     events = pair.subscribe()
@@ -207,6 +214,7 @@ def test_an_engine_that_is_killed_and_started_again_is_data_loss_and_then_a_fres
     pair.open_engine()
     with refused("DATA_LOSS", "subscribe from zero"):
         list(events)
+    wait_until(lambda: is_accepted(pair), within_s=10, what="the bridge has heard of the engine's new life")
     with refused("OUT_OF_RANGE"):
         next(pair.subscribe(last))
     fresh = pair.subscribe()
