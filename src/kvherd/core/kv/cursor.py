@@ -37,6 +37,8 @@ class Restarted:
     """It is from another life of the publisher; the cursor did not move, and will not: begin a new one."""
 
 
+_ADMITTED: Final = Admitted()
+
 Verdict = Admitted | Repeated | Missing | Restarted
 
 
@@ -54,7 +56,7 @@ class RankCursor:
         """Say what `sequence` is, and step onto it if it is next."""
         if self.last is None or sequence == self.last + 1:
             self._step(sequence, mark)
-            return Admitted()
+            return _ADMITTED
         if sequence > self.last:
             return Missing(self.last + 1, sequence - 1)
         return Repeated() if self.proves(sequence, mark) else Restarted()

@@ -70,11 +70,13 @@ class RankHistory:
 
     def append(self, timestamp_s: float, events: Iterable[KvEvent]) -> int:
         """Number the events and keep them, as one batch or several; returns how many. No events make an empty batch."""
-        parts = list(pieces(events)) or [()]
+        whole = tuple(events)
+        room = _weight(whole)
+        parts = [whole] if room <= PIECE_TOKENS else list(pieces(whole))
+        self._weight += room if len(parts) == 1 else sum(map(_weight, parts))
         for part in parts:
             self.last += 1
             self._ring.append(KvEventBatch(self.last, timestamp_s, self.rank, part))
-            self._weight += _weight(part)
             self.state.apply(part, capped=self.unknown_before > 0)
             if self.unknown_before and CacheCleared() in part:
                 self.unknown_before = 0

@@ -15,11 +15,10 @@ to it, and of nothing else.
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import assert_never
 
 from kvherd.core.ids import EngineHash, PrefixHash, Rank, WorkerId
 from kvherd.core.kv.credits import Credits
-from kvherd.core.kv.events import BlocksRemoved, BlocksStored, CacheCleared, KvEvent, KvEventBatch, Tier
+from kvherd.core.kv.events import BlocksRemoved, BlocksStored, KvEvent, KvEventBatch, Tier
 from kvherd.core.kv.hashing import PrefixHasher
 from kvherd.core.kv.holding import Holding
 
@@ -71,15 +70,12 @@ class PrefixIndex:
     def apply_events(self, holder: Holder, events: Iterable[KvEvent]) -> None:
         holding = self._holdings[holder.worker].get(holder.rank) or self._open(holder)
         for event in events:
-            match event:
-                case BlocksStored():
-                    holding.store(event)
-                case BlocksRemoved():
-                    holding.remove(event)
-                case CacheCleared():
-                    holding.clear()
-                case _:
-                    assert_never(event)
+            if isinstance(event, BlocksStored):
+                holding.store(event)
+            elif isinstance(event, BlocksRemoved):
+                holding.remove(event)
+            else:
+                holding.clear()
 
     def match(self, chain: Sequence[PrefixHash]) -> dict[Holder, int]:
         """Count, for each holder, the leading blocks of `chain` that it has on its device.

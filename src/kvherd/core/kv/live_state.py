@@ -56,8 +56,8 @@ class LiveState:
     def _store(self, event: BlocksStored, *, capped: bool) -> None:
         blocks, size = self._blocks, event.block_size * TOKEN_BYTES
         tokens = token_bytes(event.token_ids)
-        held = Held(event.lora, event.salt, (), (event.tier,))
-        plain = held == PLAIN and not event.extra_keys
+        plain = event.tier is Tier.DEVICE and event.lora is event.salt is None and not event.extra_keys
+        held = PLAIN if plain else Held(event.lora, event.salt, (), (event.tier,))
         parent, start, before = event.parent_hash, 0, len(blocks)
         capped = capped or event.may_repeat
         for number, block in enumerate(event.block_hashes):

@@ -14,13 +14,11 @@ BLOCK_OVERHEAD_TOKENS: Final = 8
 
 def weight(event: KvEvent) -> int:
     """Roughly how much room an event takes, in tokens."""
-    match event:
-        case BlocksStored():
-            return len(event.block_hashes) * (event.block_size + BLOCK_OVERHEAD_TOKENS)
-        case BlocksRemoved():
-            return len(event.block_hashes) * BLOCK_OVERHEAD_TOKENS
-        case CacheCleared():
-            return BLOCK_OVERHEAD_TOKENS
+    if isinstance(event, BlocksStored):
+        return len(event.block_hashes) * (event.block_size + BLOCK_OVERHEAD_TOKENS)
+    if isinstance(event, BlocksRemoved):
+        return len(event.block_hashes) * BLOCK_OVERHEAD_TOKENS
+    return BLOCK_OVERHEAD_TOKENS
 
 
 def pieces(events: Iterable[KvEvent], limit: int = PIECE_TOKENS) -> Iterator[tuple[KvEvent, ...]]:
