@@ -6,11 +6,13 @@ from collections.abc import Callable, Iterable, Sequence
 from types import TracebackType
 from typing import Final, Self
 
+import msgspec
 import zmq
 import zmq.asyncio
 
 from kvherd.core.ids import Rank
-from kvherd.core.kv.events import KvEvent
+from kvherd.core.kv.events import BlocksRemoved, BlocksStored, CacheCleared, KvEvent
+from kvherd.testing.cache_truth import CacheTruth
 from kvherd.wire.vllm_kv import encode_batch
 
 END: Final = b"\xff" * 8
@@ -20,9 +22,13 @@ _RANK_0: Final = Rank(0)
 class FakePublisher:
     """One rank on real sockets, in vLLM's framing. An async context manager.
 
-    Entered again after it was left, it is another process at the same endpoints: `life` is new and counts from 0.
+    Entered again after it was left, or by `restart`, it is another process at the same endpoints: `life` is new and
+    counts from 0, and `truth` is what that process holds.
+
     `answers` may change what a replay sends: it gets the frames and returns those to send; `ends` False leaves the end
-    marker out.
+    marker out. `frame_s` is the pause before each of them. After `stops_after` of them `stopped` is set and no more
+    comes. `cut_frames`: the frames of an answer lack their last part. `old` is as vLLM was through 0.22: events are
+    arrays, and replays have no topic.
     """
 
     def __init__(
@@ -40,11 +46,18 @@ class FakePublisher:
         self.ends = True
         self.answers: Callable[[list[tuple[int, bytes]]], Iterable[tuple[int, bytes]]] = list
         self.replays_asked = 0
+        self.frame_s = 0.0
+        self.stops_after: int | None = None
+        self.stopped = asyncio.Event()
+        self.cut_frames = False
+        self.old = False
+        self.truth = CacheTruth()
         self._connects = connects
         self.life: list[tuple[int, bytes]] = []
 
     async def __aenter__(self) -> Self:
         self.life = []
+        self.truth.copies.clear()
         self._context = zmq.asyncio.Context()
         self._pub = self._context.socket(zmq.PUB)
         self._router = self._context.socket(zmq.ROUTER)
@@ -67,6 +80,10 @@ class FakePublisher:
         await self._group.__aexit__(None, None, None)
         self._context.destroy(linger=0)
 
+    async def restart(self) -> None:
+        await self.__aexit__(None, None, None)
+        await self.__aenter__()
+
     @property
     def next_sequence(self) -> int:
         return self.life[-1][0] + 1 if self.life else 0
@@ -74,7 +91,8 @@ class FakePublisher:
     async def publish(self, *events: KvEvent, lost: bool = False, payload: bytes | None = None) -> int:
         """Publish one batch and return its number; `lost` keeps it from the live stream, `payload` replaces it."""
         number = self.next_sequence
-        data = encode_batch(time.time(), events, self.rank) if payload is None else payload
+        data = self._encode(events) if payload is None else payload
+        self.truth.apply(events)
         self.life.append((number, data))
         if not lost:
             await self._send(number, data)
@@ -88,6 +106,11 @@ class FakePublisher:
         """Let the next batch have this number."""
         self.life.append((number - 1, encode_batch(time.time(), (), self.rank)))
 
+    def _encode(self, events: Sequence[KvEvent]) -> bytes:
+        if not self.old:
+            return encode_batch(time.time(), events, self.rank)
+        return msgspec.msgpack.encode([time.time(), [_as_array(event) for event in events], self.rank])
+
     async def _send(self, number: int, data: bytes) -> None:
         await self._pub.send_multipart([b"kv-events", number.to_bytes(8, "big"), data])
 
@@ -97,10 +120,28 @@ class FakePublisher:
             self.replays_asked += 1
             asked = int.from_bytes(start, "big")
             held = self.life[-self.kept :] if self.kept else []
-            for number, data in self.answers([one for one in held if one[0] >= asked]):
-                await self._router.send_multipart([asker, b"", b"kv-events", number.to_bytes(8, "big"), data])
-            if self.ends:
-                await self._router.send_multipart([asker, b"", b"", END, b""])
+            topic = [] if self.old else [b"kv-events"]
+            for sent, (number, data) in enumerate(self.answers([one for one in held if one[0] >= asked])):
+                if sent == self.stops_after:
+                    self.stopped.set()
+                    break
+                if self.frame_s:
+                    await asyncio.sleep(self.frame_s)
+                body = [number.to_bytes(8, "big")] if self.cut_frames else [number.to_bytes(8, "big"), data]
+                await self._router.send_multipart([asker, b"", *topic, *body])
+            else:
+                if self.ends:
+                    await self._router.send_multipart([asker, b"", *([] if self.old else [b""]), END, b""])
+
+
+def _as_array(event: KvEvent) -> list[object]:
+    match event:
+        case BlocksStored():
+            return ["BlockStored", event.block_hashes, event.parent_hash, event.token_ids, event.block_size]
+        case BlocksRemoved():
+            return ["BlockRemoved", event.block_hashes]
+        case CacheCleared():
+            return ["AllBlocksCleared"]
 
 
 async def _bind(socket: zmq.asyncio.Socket, endpoint: str) -> str:

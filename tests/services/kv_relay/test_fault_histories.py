@@ -221,15 +221,15 @@ class World:
             case "remove" | "lost_remove":
                 gone = chosen if chosen is not None and number % 5 else number
                 self.publish(engine, removed(gone), lost=name == "lost_remove")
-            case "twice" if chosen is not None:
-                self.publish(engine, stored(chosen, None))
+            case "twice" if chosen is not None and chosen - 1 in truth.blocks:
+                self.publish(engine, stored(chosen, chosen - 1))
                 if number % 2:
                     self.publish(engine, removed(chosen), removed(chosen), removed(chosen))
             case "clear" if not self.flushes:
                 self.publish(engine, CacheCleared(), stored(next(self.numbers) * 10))
             case "empty":
                 self.publish(engine)
-            case "repeat":
+            case "repeat" if self.can_replay:  # nothing else can tell a late one from the next
                 engine.repeat(number % 5)
             case "restart":
                 self.restart(engine, silent=number % 12)

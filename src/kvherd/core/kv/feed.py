@@ -246,6 +246,9 @@ class RankFeed:
         if self._cursor.last is None:
             return self._born(frames, ended=ended)
         before = self._cursor.last
+        if frames and frames[0].sequence > max(before, 0):
+            lost = f"batches {before + 1} to {frames[0].sequence - 1} are lost and its replay begins after them"
+            return self._new_life(lost)
         verdict = self._compare(frames, ended=ended)
         if verdict is not None:
             # Of a publisher whose live frames were known a moment ago, and whose connection stands.
@@ -299,8 +302,6 @@ class RankFeed:
         if not frames:
             return "it has sent fewer batches than were received" if ended and last != BIRTH else None
         first = frames[0]
-        if first.sequence > max(last, 0):
-            return f"batches {last + 1} to {first.sequence - 1} are lost and its replay begins after them"
         if last != BIRTH and not self._cursor.proves(first.sequence, first.mark):
             return f"batch {first.sequence} is not what it was"
         return None

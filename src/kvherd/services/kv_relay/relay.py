@@ -42,7 +42,7 @@ from kvherd.core.kv.stream import (
 )
 from kvherd.ports.kv_frames import FrameFeed
 from kvherd.services.kv_relay.life import Life, Subscription
-from kvherd.wire.vllm_kv import KvDecoder
+from kvherd.wire.vllm_kv import KvDecoder, PublishedBatch
 
 log = logging.getLogger(__name__)
 
@@ -71,10 +71,19 @@ class _RankLine:
         self.frames = frames
         self.feed = RankFeed(can_replay=frames.can_replay)
         self.decoder = KvDecoder()
+        self.named: Rank | None = None
         self.replaced = False
         self.doubt_ends: asyncio.TimerHandle | None = None
         self.taken_back = False
         self.asked_s = 0.0
+
+    def decode(self, frame: Frame, held: LiveState) -> PublishedBatch:
+        """Raises `FrameInvalid` or `BatchUntranslatable`. A life may call its rank what it likes, but always so."""
+        batch = self.decoder.decode(frame.payload, held)
+        if batch.rank is not None and self.named not in (None, batch.rank):
+            raise BatchUntranslatable(f"a batch of rank {batch.rank} among those of rank {self.named}")
+        self.named = batch.rank
+        return batch
 
 
 class KvRelay:
@@ -224,7 +233,7 @@ class KvRelay:
     def _forward(self, line: _RankLine, frame: Frame) -> None:
         self.counts["frames"] += 1
         try:
-            batch = line.decoder.decode(frame.payload, self._life.histories[line.rank].state)
+            batch = line.decode(frame, self._life.histories[line.rank].state)
         except FrameInvalid as error:
             self.counts["bad_batches"] += 1
             self._void(line, EpochEnded(f"rank {line.rank}, batch {frame.sequence}: {error}"), frame.sequence + 1)
@@ -253,7 +262,7 @@ class KvRelay:
     def _void(self, line: _RankLine, end: StreamLost, unknown_before: int = 0) -> None:
         """End the epoch; the next begins with the other ranks as they are and this one empty."""
         log.warning("%s", end)
-        line.decoder = KvDecoder()
+        line.decoder, line.named = KvDecoder(), None
         self._barrier.forget(line.rank)
         self._end_life(end, {line.rank: None})
         self._life.histories[line.rank].unknown_before = unknown_before
