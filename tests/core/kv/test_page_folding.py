@@ -16,6 +16,7 @@ from kvherd.core.kv.bigrams import bigram_key, bigram_keys
 from kvherd.core.kv.events import BlocksRemoved, BlocksStored, CacheCleared, KvEvent, Tier
 from kvherd.core.kv.hashing import TOKEN_BYTES, PrefixHasher, token_bytes
 from kvherd.core.kv.held_pages import HeldPages
+from kvherd.core.kv.history import RankHistory
 from kvherd.core.kv.index import Holder, PrefixIndex
 from kvherd.core.kv.pages import folded_block
 from kvherd.testing.recordings import read_recording
@@ -272,21 +273,39 @@ def live(dice: Random) -> None:
     for holder in slow:
         index.enrol(holder.worker, model="m")
     chains = {(holder, prompt): engine.chain(prompt) for holder, engine in engines.items() for prompt in known}
+    past = {holder: RankHistory(holder.rank, 2**32) for holder in engines}
+    capped = False
     for _ in range(dice.randint(1, 40)):
         holder = dice.choice([ANN, ANN, BOB])
         if dice.random() < 0.02:
             index.cap_copies(holder)
             slow[holder].cap()
+            capped = True
         event = make_event(dice, engines[holder], known)
         index.apply_events(holder, [event])
         slow[holder].apply(event)
+        past[holder].append(0.0, [event])
         for (looked, prompt), chain in chains.items():
             assert index.match(chain).get(looked, 0) == slow[looked].blocks(prompt)
     for holder, truth in slow.items():
         assert index.contents(holder) == truth.contents()
+        if not capped:
+            late = told_late(holder, past[holder])
+            assert late.contents(holder) == truth.contents()
+            for prompt in known:
+                assert late.match(chains[holder, prompt]) == ({holder: n} if (n := truth.blocks(prompt)) else {})
         empty(index, holder)
         assert (index.contents(holder), index.blocks(holder), list(remembered(index, holder))) == ({}, 0, [])
     assert len(index) == 0
+
+
+def told_late(holder: Holder, past: RankHistory) -> PrefixIndex:
+    """An index that was told by a snapshot."""
+    index = PrefixIndex(HASHER)
+    index.enrol(holder.worker, model="m")
+    for chunk in past.snapshot(0.0):
+        index.apply(holder, chunk.batch)
+    return index
 
 
 def empty(index: PrefixIndex, holder: Holder) -> None:
