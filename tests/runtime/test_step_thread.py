@@ -10,6 +10,7 @@ from kvherd.core.scheduler.steps import Choice, Copy, StepPlan, StepRow, WritePl
 from kvherd.runtime.batch import Choice as ModelChoice
 from kvherd.runtime.batch import ForwardBatch, ModelFacts, SamplingState
 from kvherd.runtime.step_thread import StepThread, WriteThread, run_step
+from kvherd.runtime.watch import UNWATCHED, Watch
 
 
 class OddModel:
@@ -17,7 +18,7 @@ class OddModel:
 
     facts = ModelFacts(100, 100, (), 0, 0)
 
-    def step(self, batch: ForwardBatch, states: Sequence[SamplingState]) -> list[ModelChoice]:
+    def step(self, batch: ForwardBatch, states: Sequence[SamplingState], watch: Watch = UNWATCHED) -> list[ModelChoice]:
         if any(13 in rows.token_ids for rows in batch.sequences):
             raise ArithmeticError("13")
         assert len(states) == sum(rows.wants_logits for rows in batch.sequences)

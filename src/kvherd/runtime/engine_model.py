@@ -19,6 +19,7 @@ from kvherd.runtime.kv_pool import KvPool
 from kvherd.runtime.sampler import sample
 from kvherd.runtime.tiny import TINY, random_weights
 from kvherd.runtime.transformer import Transformer
+from kvherd.runtime.watch import UNWATCHED, Watch
 from kvherd.runtime.weight_cache import WeightCache
 from kvherd.runtime.weights import Weights
 
@@ -29,10 +30,11 @@ class EngineModel(Protocol):
     @property
     def facts(self) -> ModelFacts: ...
 
-    def step(self, batch: ForwardBatch, states: Sequence[SamplingState]) -> list[Choice]:
+    def step(self, batch: ForwardBatch, states: Sequence[SamplingState], watch: Watch = UNWATCHED) -> list[Choice]:
         """Run the new tokens of every sequence, then choose a token for each that wants logits.
 
         `states` has one entry for each of those, in the order of the batch; so has the answer.
+        `watch` is told what each part took.
         Raises `ValueError` for a token that is not in the vocabulary.
         """
         ...
@@ -100,5 +102,9 @@ class _NumpyModel:
             block_size=pool.block_size,
         )
 
-    def step(self, batch: ForwardBatch, states: Sequence[SamplingState]) -> list[Choice]:
-        return sample(self._transformer.forward(batch), states, self._dice)
+    def step(self, batch: ForwardBatch, states: Sequence[SamplingState], watch: Watch = UNWATCHED) -> list[Choice]:
+        logits = self._transformer.forward(batch, watch)
+        lap = watch.laps()
+        choices = sample(logits, states, self._dice)
+        lap("sampling", None, (len(choices),))
+        return choices

@@ -11,6 +11,7 @@ import os
 import shutil
 import signal
 import sys
+import time
 from types import FrameType
 
 import zmq
@@ -23,6 +24,7 @@ from kvherd.core.scheduler.steps import SchedulerLimits
 from kvherd.runtime.batch import ModelFacts
 from kvherd.runtime.engine_model import load_engine_model
 from kvherd.runtime.kv_publisher import KvPublisher
+from kvherd.runtime.profiler import Profiler
 from kvherd.runtime.rank_link import RankLink
 from kvherd.runtime.rank_loop import PARENT_GONE, RankLoop
 from kvherd.runtime.step_thread import StepThread, WriteThread
@@ -93,10 +95,11 @@ def serve(config: RankConfig, context: zmq.Context[zmq.Socket[bytes]], link: Ran
         scheduler = Scheduler(rank, _limits(config, model.facts))
         wake_read, wake_write = os.pipe()
         os.set_blocking(wake_write, False)
-        loop = RankLoop(rank, scheduler, link, publisher, wake_fd=wake_read, stdin_fd=sys.stdin.fileno())
+        profiler = Profiler(rank, config.block_size, lambda: scheduler.load(time.monotonic()))
+        loop = RankLoop(rank, scheduler, link, publisher, profiler, wake_fd=wake_read, stdin_fd=sys.stdin.fileno())
         signal.signal(signal.SIGTERM, lambda *_: loop.stop("SIGTERM"))
         signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
-        steps = StepThread(model, lambda: _wake(wake_write))
+        steps = StepThread(model, lambda: _wake(wake_write), watch=profiler.watch)
         writes = WriteThread(model, lambda: _wake(wake_write))
         link.send(ipc.Ready(_facts(config, model.facts, publisher)))
         try:

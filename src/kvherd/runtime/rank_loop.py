@@ -18,6 +18,7 @@ from kvherd.core.kv.events import KvEvent
 from kvherd.core.scheduler.scheduler import Progress, Scheduler
 from kvherd.core.scheduler.steps import News
 from kvherd.runtime.kv_publisher import KvPublisher
+from kvherd.runtime.profiler import Profiler
 from kvherd.runtime.rank_link import RankLink
 from kvherd.runtime.step_thread import StepThread, WriteThread
 from kvherd.wire import scheduler_ipc as ipc
@@ -32,10 +33,19 @@ class RankLoop:
     """Drives one scheduler until it is told to stop. `wake_fd` is readable when a step ended or a signal came."""
 
     def __init__(
-        self, rank: Rank, scheduler: Scheduler, link: RankLink, publisher: KvPublisher, *, wake_fd: int, stdin_fd: int
+        self,
+        rank: Rank,
+        scheduler: Scheduler,
+        link: RankLink,
+        publisher: KvPublisher,
+        profiler: Profiler,
+        *,
+        wake_fd: int,
+        stdin_fd: int,
     ) -> None:
         self._rank = rank
         self._scheduler = scheduler
+        self._profiler = profiler
         self._link = link
         self._publisher = publisher
         self._wake_fd = wake_fd
@@ -65,6 +75,7 @@ class RankLoop:
             if self._stdin_fd in events and not os.read(self._stdin_fd, 4096):
                 self.stop(PARENT_GONE)
             self._turn(steps, writes)
+        self._profiler.close()
         self._tell(self._scheduler.abort_all(self._stopping, time.monotonic()))
         self._say(time.monotonic())
         return self._stopping
@@ -76,6 +87,7 @@ class RankLoop:
         now_s = time.monotonic()
         if steps.finished:
             self._tell(self._scheduler.complete_step(steps.result(), now_s))
+            self._profiler.step_ended()
         if writes.finished:
             writes.result()
             self._tell(self._scheduler.complete_write(now_s))
@@ -92,6 +104,7 @@ class RankLoop:
         plan = self._scheduler.plan_step()
         if plan is not None:
             self._publish(plan.events)
+            self._profiler.step_starts(plan)
             steps.start(plan)
 
     def _start_write(self, writes: WriteThread) -> None:
@@ -123,7 +136,12 @@ class RankLoop:
             case ipc.FlushOrder(order, timeout_s, hold, asked_s):
                 news = self._scheduler.flush(order, timeout_s=timeout_s, hold=hold, now_s=now_s, asked_s=asked_s)
                 self._tell(news)
+            case ipc.StartProfile(order, profile):
+                self._answers.append(self._profiler.start(order, profile))
+            case ipc.StopProfile(order, profile_id):
+                self._answers.append(self._profiler.stop(order, profile_id))
             case ipc.Withdraw(order):
+                self._profiler.withdraw(order)
                 self._tell(self._scheduler.withdraw(order, now_s))
             case ipc.StateOrder(order):
                 self._tell(self._scheduler.state(order, now_s))

@@ -15,6 +15,7 @@ from kvherd.runtime.blas_threads import BlasThreads
 from kvherd.runtime.kv_pool import KvPool
 from kvherd.runtime.row_shares import Relay, run_together, share_rows
 from kvherd.runtime.scratch import Scratch
+from kvherd.runtime.watch import UNWATCHED, Watch
 from kvherd.runtime.weights import Floats, LayerWeights, Weights
 
 
@@ -51,7 +52,7 @@ class Transformer:
         scratches = [Scratch() for _ in range(threads.count if threads else 1)]
         self._lanes = [_Lane(scratch, Attention(pool, scratch)) for scratch in scratches]
 
-    def forward(self, batch: ForwardBatch) -> Floats:
+    def forward(self, batch: ForwardBatch, watch: Watch = UNWATCHED) -> Floats:
         """Run the batch. Gives one row of logits for each sequence that wants them, in the batch's order.
 
         The rows are those of each sequence's last token. An empty batch gives no rows. Raises `ValueError` for a token
@@ -59,8 +60,11 @@ class Transformer:
         """
         self._check(batch.sequences)
         shares = share_rows(batch.sequences, len(self._lanes), context_cost=_context_cost(self.shape))
-        hidden = self._run(self._lanes[0], shares[0]) if len(shares) == 1 else self._run_shares(shares)
+        alone = len(shares) == 1
+        hidden = self._run(self._lanes[0], shares[0], watch) if alone else self._run_shares(shares, watch)
+        lap = watch.laps()
         logits: Floats = _normal(hidden, self.shape) @ self._weights.head
+        lap("logits", None, logits.shape)
         return logits
 
     def _check(self, sequences: Sequence[SequenceRows]) -> None:
@@ -70,14 +74,14 @@ class Transformer:
                 if not 0 <= token < size:
                     raise ValueError(f"token {token} is not in the vocabulary of {size}")
 
-    def _run_shares(self, shares: list[list[SequenceRows]]) -> Floats:
+    def _run_shares(self, shares: list[list[SequenceRows]], watch: Watch) -> Floats:
         relays: list[Relay] = []
         for _ in shares:
             relays.append(Relay(self.shape.layers, relays[-1] if relays else None))
 
         def run(lane: _Lane, share: list[SequenceRows], relay: Relay) -> Floats:
             try:
-                return self._run(lane, share, relay)
+                return self._run(lane, share, watch, relay)
             finally:
                 relay.give_up()
 
@@ -85,8 +89,9 @@ class Transformer:
         with self._threads.single() if self._threads else nullcontext():
             return np.concatenate(run_together(calls))
 
-    def _run(self, lane: _Lane, sequences: Sequence[SequenceRows], relay: Relay | None = None) -> Floats:
+    def _run(self, lane: _Lane, sequences: Sequence[SequenceRows], watch: Watch, relay: Relay | None = None) -> Floats:
         """The last layer's rows that logits are made of."""
+        lap = watch.laps()
         tokens = np.concatenate([np.asarray(s.token_ids, dtype=np.intp) for s in sequences] or [_NONE])
         if not len(tokens):
             return np.empty((0, self.shape.hidden_size), dtype=np.float32)
@@ -99,6 +104,7 @@ class Transformer:
         ends = np.cumsum([len(sequence.token_ids) for sequence in sequences]) - 1
         wanted = ends[[sequence.wants_logits for sequence in sequences]]
         hidden: Floats = self._weights.embedding[tokens]
+        lap("embedding", None, hidden.shape)
         last = len(self._weights.layers) - 1
         with np.errstate(over="ignore"):  # exp of a large negative gate is infinite and its silu 0, as it should be
             for index, layer in enumerate(self._weights.layers):
@@ -106,7 +112,9 @@ class Transformer:
                 if index == last:  # nothing reads the other rows any more
                     hidden, mixed = hidden[wanted], mixed[wanted]
                 hidden += mixed @ layer.attention_out
+                lap("attention", index, hidden.shape)
                 self._feed_forward(lane, layer, hidden)
+                lap("mlp", index, hidden.shape)
         return hidden
 
     def _slots(self, sequence: SequenceRows) -> NDArray[np.intp]:

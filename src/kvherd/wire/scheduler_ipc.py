@@ -1,7 +1,8 @@
 """What the servicer and a scheduler process say to each other: msgpack with a schema, one message a frame.
 
-    servicer → rank   Submit · Abort · FlushOrder · StateOrder · Withdraw · Stop       (PUSH → PULL)
-    rank → servicer   Ready · Stepped · OrderAnswered · Fatal                          (PUSH → PULL)
+    servicer → rank   Submit · Abort · Withdraw · Stop                          (PUSH → PULL)
+                      orders: FlushOrder · StateOrder · StartProfile · StopProfile
+    rank → servicer   Ready · Stepped · OrderAnswered · Fatal                   (PUSH → PULL)
 
 Both sides are of one version: unknown fields are ignored, missing ones are an error. A frame that does not decode
 raises `FrameInvalid` and nothing else.
@@ -10,6 +11,7 @@ raises `FrameInvalid` and nothing else.
 import msgspec
 
 from kvherd.core.engine.generation import Finish, GenerationRequest, TokenLogprob
+from kvherd.core.engine.profile import ProfileRequest
 from kvherd.core.engine.reports import OrderAnswer, RankFacts, RankLoad
 from kvherd.core.errors import FrameInvalid
 from kvherd.core.ids import OrderId, Rank, RequestId
@@ -47,6 +49,20 @@ class StateOrder(msgspec.Struct, frozen=True, tag="state"):
     order: OrderId
 
 
+class StartProfile(msgspec.Struct, frozen=True, tag="start_profile"):
+    """Record a profile. Answered as soon as its files are open; a conflict if one is on."""
+
+    order: OrderId
+    profile: ProfileRequest
+
+
+class StopProfile(msgspec.Struct, frozen=True, tag="stop_profile"):
+    """End the profile, if it is this one ("" is any). Answered when its files are whole; a conflict if none is on."""
+
+    order: OrderId
+    profile_id: str = ""
+
+
 class Withdraw(msgspec.Struct, frozen=True, tag="withdraw"):
     """Whoever gave this order waits no longer: forget it if it still waits. Not answered."""
 
@@ -59,7 +75,8 @@ class Stop(msgspec.Struct, frozen=True, tag="stop"):
     reason: str = ""
 
 
-ToRank = Submit | Abort | FlushOrder | StateOrder | Withdraw | Stop
+Order = FlushOrder | StateOrder | StartProfile | StopProfile
+ToRank = Submit | Abort | Order | Withdraw | Stop
 
 
 class Ready(msgspec.Struct, frozen=True, tag="ready"):

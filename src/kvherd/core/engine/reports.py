@@ -28,7 +28,8 @@ class RankLoad:
     """A rank's load and totals at one moment. `*_total` count since the process began.
 
     `used_tokens` counts pool slots that hold anything; `active_tokens` only those that running requests pin. `host_*`
-    are of the host tier; capacity 0 is none.
+    are of the host tier; capacity 0 is none. Each block of the pool is used (by a running request), cached (nobody
+    uses it, and it can be evicted) or free.
     """
 
     running: int
@@ -50,6 +51,10 @@ class RankLoad:
     host_used_tokens: int = 0
     host_capacity_tokens: int = 0
     host_loaded_tokens_total: int = 0
+    used_blocks: int = 0
+    cached_blocks: int = 0
+    free_blocks: int = 0
+    flushes_waiting: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +69,9 @@ class Blocker:
 class OrderAnswer:
     """A rank's answer to the order of this id. `done` False is a refusal; `message` says why in words.
 
-    A flush that is done says how many blocks it cleared. A state order is always done and carries the load.
+    A flush that is done says how many blocks it cleared. A state order is always done and carries the load. A refusal
+    for what else is going on is a `conflict`. `profile_id` names the profile that is on, or that was stopped; `files`
+    are its traces.
     """
 
     order: OrderId
@@ -75,6 +82,9 @@ class OrderAnswer:
     blockers: tuple[Blocker, ...] = ()
     cleared_blocks: int = 0
     load: RankLoad | None = None
+    conflict: bool = False
+    profile_id: str = ""
+    files: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,6 +33,11 @@ class KvMemory:
         """Blocks that `allocate` can give: free ones, and cached ones that nobody pins."""
         return len(self._free) + self.tree.unpinned
 
+    @property
+    def unused(self) -> tuple[int, int]:
+        """Blocks that no sequence uses: cached ones, and free ones."""
+        return self.tree.unpinned, len(self._free)
+
     def allocate(self, count: int) -> list[int] | None:
         """Take blocks, evicting as few as needed; None, and nothing changed, if there are not that many."""
         if count > self.available:

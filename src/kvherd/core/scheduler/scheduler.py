@@ -175,6 +175,7 @@ class Scheduler:
         size, tree, running = self._limits.block_size, self._memory.tree, self._planner.running.values()
         private = sum(sequence.computed - len(sequence.path) * size for sequence in running)
         totals = self._totals
+        cached, free = self._memory.unused
         return RankLoad(
             running=len(running),
             waiting=len(self._waiting),
@@ -195,6 +196,10 @@ class Scheduler:
             host_used_tokens=len(self._memory.host) * size,
             host_capacity_tokens=self._limits.host_blocks * size,
             host_loaded_tokens_total=totals.loaded_tokens,
+            used_blocks=self._limits.pool_blocks - cached - free,
+            cached_blocks=cached,
+            free_blocks=free,
+            flushes_waiting=len(self._flushes),
         )
 
     def cached_chains(self, tier: Tier = Tier.DEVICE) -> Iterator[tuple[int, ...]]:
