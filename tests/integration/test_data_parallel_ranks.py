@@ -18,7 +18,7 @@ from kvherd.testing.herds import EngineProcess, Start, begin_engine
 from kvherd.testing.processes import free_ports, wait_until
 
 pytestmark = pytest.mark.engine
-OFFSETS = (0, 2, 10, 11, 30, 31)
+OFFSETS = (0, 1, 2, 10, 11, 30, 31)
 
 
 @contextmanager

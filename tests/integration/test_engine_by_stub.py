@@ -26,8 +26,6 @@ DEADLINE_S = 20.0
 SERVICE = pb.DESCRIPTOR.services_by_name["SglangScheduler"]
 NOT_DONE = {
     "Embed",
-    "StartProfile",
-    "StopProfile",
     "LoadLoRAAdapter",
     "UnloadLoRAAdapter",
     "ListLoadedLoRAAdapters",

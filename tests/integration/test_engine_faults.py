@@ -73,15 +73,18 @@ def test_an_engine_whose_servicer_is_killed_leaves_no_scheduler(start: Start) ->
     engine.process.assert_nothing_left(ports=engine.ports)
 
 
-@pytest.mark.parametrize("offset", [0, 2, 10, 30])
-def test_a_port_in_use_is_one_line_with_port_and_option(start: Start, offset: int) -> None:
+@pytest.mark.parametrize(
+    ("offset", "option"),
+    [(0, "--port"), (1, "--grpc-http-sidecar-port"), (2, "--port"), (10, "--port"), (30, "--port")],
+)
+def test_a_port_in_use_is_one_line_with_port_and_option(start: Start, offset: int, option: str) -> None:
     port = free_ports()
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", port + offset))
         listener.listen()
         process = start("engine", "--model", "tiny", "--port", str(port), "--log-level", "error")
         assert process.wait(within_s=20) == 1
-        assert process.said == f"kvherd: port {port + offset} is in use; choose another with --port\n"
+        assert process.said == f"kvherd: port {port + offset} is in use; choose another with {option}\n"
         process.assert_nothing_left()
 
 
@@ -93,6 +96,9 @@ def test_a_port_in_use_is_one_line_with_port_and_option(start: Start, offset: in
         (("--dp-size", "99"), 2, "--dp-size: there are ports for 20 ranks behind --port, not for 99"),
         (("--chunk-tokens", "4"), 2, "--chunk-tokens: 4 is less than a block"),
         (("--port", "65535"), 2, "--port: 65537 is no port"),
+        (("--grpc-http-sidecar-port", "65536"), 2, "--grpc-http-sidecar-port: 65536 is no port"),
+        (("--grpc-http-sidecar-port", "-1"), 2, "--grpc-http-sidecar-port: -1 is no port"),
+        (("--metrics-http-port", "9000"), 2, "--metrics-http-port: is called --grpc-http-sidecar-port now"),
     ],
 )
 def test_an_engine_that_cannot_start_says_why_in_one_line(

@@ -15,7 +15,6 @@ import contextlib
 import itertools
 import logging
 import time
-import uuid
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -25,9 +24,10 @@ from typing import Self, assert_never
 import zmq
 import zmq.asyncio
 
+from kvherd.adapters.zmq_orders import OrderDesk
 from kvherd.core.engine.generation import Finish, FinishReason, GenerationRequest, TokenDelta
 from kvherd.core.engine.inbox import Inbox
-from kvherd.core.engine.orders import Orders
+from kvherd.core.engine.profile import ProfileRequest
 from kvherd.core.engine.reports import OrderReport, RankFacts, RankLoad
 from kvherd.core.errors import (
     EngineError,
@@ -38,7 +38,7 @@ from kvherd.core.errors import (
     SchedulerDied,
     StartFailed,
 )
-from kvherd.core.ids import OrderId, Rank, RequestId
+from kvherd.core.ids import Rank, RequestId
 from kvherd.wire import scheduler_ipc as ipc
 
 log = logging.getLogger(__name__)
@@ -77,8 +77,7 @@ class ZmqScheduler:
         self._streams: dict[RequestId, _Stream] = {}
         self._by_wire_name: dict[RequestId, _Stream] = {}
         self._wire_numbers = itertools.count(1)
-        self._orders = Orders()
-        self._reports: dict[OrderId, asyncio.Future[OrderReport]] = {}
+        self._desk = OrderDesk(self._send)
         self._all_ready = asyncio.Event()
         self._deserted = asyncio.Event()
         self._deserted.set()
@@ -86,8 +85,6 @@ class ZmqScheduler:
         self._failure: EngineError | None = None
         self._reader = asyncio.TaskGroup()
         self._reading: asyncio.Task[None] | None = None
-        self._order_prefix = uuid.uuid4().hex[:8]
-        self._order_numbers = itertools.count(1)
         self.bad_frames = 0
 
     async def __aenter__(self) -> Self:
@@ -126,11 +123,11 @@ class ZmqScheduler:
 
     @property
     def late_answers(self) -> int:
-        return self._orders.late_answers
+        return self._desk.late_answers
 
     @property
     def open_orders(self) -> int:
-        return len(self._orders)
+        return len(self._desk)
 
     @property
     def live_requests(self) -> int:
@@ -168,13 +165,25 @@ class ZmqScheduler:
         return True
 
     async def flush(self, *, timeout_s: float, hold: bool = False) -> OrderReport:
-        order = self._new_order()
-        message = ipc.FlushOrder(order, timeout_s, hold, time.monotonic())
-        return await self._order(message, order, timeout_s + ORDER_GRACE_S)
+        message = ipc.FlushOrder(self._desk.new_id(), timeout_s, hold, time.monotonic())
+        return await self._order(message, timeout_s + ORDER_GRACE_S)
 
     async def state(self, *, timeout_s: float = 5.0) -> OrderReport:
-        order = self._new_order()
-        return await self._order(ipc.StateOrder(order), order, timeout_s)
+        return await self._order(ipc.StateOrder(self._desk.new_id()), timeout_s)
+
+    async def start_profile(self, profile: ProfileRequest, *, timeout_s: float) -> OrderReport:
+        """As the port has it. A rank that could begin while another could not is told to forget it."""
+        order = self._desk.new_id()
+        report: OrderReport | None = None
+        try:
+            report = await self._order(ipc.StartProfile(order, profile), timeout_s)
+            return report
+        finally:
+            if report is None or not report.done:
+                self._desk.withdraw(order, sorted(self._facts))
+
+    async def stop_profile(self, *, timeout_s: float) -> OrderReport:
+        return await self._order(ipc.StopProfile(self._desk.new_id()), timeout_s)
 
     # --- start and end ------------------------------------------------------------
 
@@ -201,13 +210,17 @@ class ZmqScheduler:
             self._failure = EngineStopping()
 
     async def drain(self, *, within_s: float) -> None:
-        """Take no new request, let those alive end within that time, and end the rest with `EngineStopping`."""
+        """Take no new request, let those alive end within that time, and end the rest with `EngineStopping`.
+
+        Orders that still wait then end so too.
+        """
         self.refuse_new()
         try:
             async with asyncio.timeout(within_s):
                 await self._deserted.wait()
         except TimeoutError:
-            self._fail(EngineStopping())
+            log.info("some requests were not done within %g s", within_s)
+        self._fail(EngineStopping())
 
     # --- requests ------------------------------------------------------------
 
@@ -253,35 +266,10 @@ class ZmqScheduler:
 
     # --- orders ------------------------------------------------------------
 
-    def _new_order(self) -> OrderId:
-        return OrderId(f"{self._order_prefix}-{next(self._order_numbers)}")
-
-    async def _order(self, message: ipc.FlushOrder | ipc.StateOrder, order: OrderId, wait_s: float) -> OrderReport:
+    async def _order(self, message: ipc.Order, wait_s: float) -> OrderReport:
         if self._failure is not None:
             raise self._failure
-        self._orders.open(order, sorted(self._facts))
-        done: asyncio.Future[OrderReport] = asyncio.get_running_loop().create_future()
-        self._reports[order] = done
-        try:
-            for rank in sorted(self._facts):
-                self._send(rank, message)
-            async with asyncio.timeout(wait_s):
-                return await done
-        except TimeoutError:
-            self._withdraw(order)
-            return self._orders.close(order)
-        except asyncio.CancelledError:
-            self._withdraw(order)
-            raise
-        finally:
-            del self._reports[order]
-            self._orders.forget(order)
-
-    def _withdraw(self, order: OrderId) -> None:
-        """Nobody waits for it any more: it must not hold anybody back where it still waits."""
-        for rank in self._orders.silent(order):
-            with contextlib.suppress(QueueFull):  # a rank that takes no frame at all is dead or will be declared so
-                self._send(rank, ipc.Withdraw(order))
+        return await self._desk.give(message, sorted(self._facts), wait_s)
 
     # --- sockets ------------------------------------------------------------
 
@@ -321,10 +309,7 @@ class ZmqScheduler:
                 for each in progress:
                     self._deliver(each)
             case ipc.OrderAnswered(answer):
-                report = self._orders.answered(answer)
-                waiting = self._reports.get(answer.order)
-                if report is not None and waiting is not None and not waiting.done():
-                    waiting.set_result(report)
+                self._desk.take(answer)
             case ipc.Fatal(rank, reason):
                 self._fail(SchedulerDied(rank, reason))
             case _:
@@ -368,9 +353,7 @@ class ZmqScheduler:
         for stream in self._by_wire_name.values():
             stream.error = stream.error or error
             stream.woken.set()
-        for report in self._reports.values():
-            if not report.done():
-                report.set_exception(error)
+        self._desk.fail(error)
         self._all_ready.set()
         if first and not isinstance(error, EngineStopping):
             self._on_failed(error)

@@ -27,9 +27,10 @@ from kvherd.services.engine.ranks import RankProcesses
 from kvherd.services.kv_relay.event_streams import EventStreams
 from kvherd.services.kv_relay.relay import KvRelay
 from kvherd.services.servicer.config import ServicerConfig
-from kvherd.services.servicer.servicer import Servicer
+from kvherd.services.servicer.servicer import SIDECAR_OPTION, Servicer
 from kvherd.wire.rank_config import RankConfig
 
+SIDECAR_OFFSET = 1
 HTTP_OFFSET = 2
 READY_DEADLINE_S = 300.0
 """The first start of a model converts its weights."""
@@ -44,6 +45,7 @@ class EngineOptions:
     model: str
     host: str
     port: int
+    sidecar_port: int
     served_model_name: str | None
     ranks: int
     block_size: int
@@ -89,6 +91,7 @@ class EngineOptions:
             host=self.host,
             port=self.port,
             http_port=self.port + HTTP_OFFSET,
+            sidecar_port=self.sidecar_port,
         )
         context_tokens = min(rank.max_context_tokens for rank in scheduler.ranks)
         vocab_size = scheduler.ranks[0].vocab_size
@@ -109,8 +112,14 @@ def command(
         str, typer.Option(help="smollm2, tiny (random, for tests) or the path of a Llama-family GGUF file.")
     ] = "smollm2",
     port: Annotated[
-        int, typer.Option(help="gRPC port P; HTTP is P+2, KV events P+10 + rank, their replay P+30 + rank.")
+        int,
+        typer.Option(help="gRPC port P; sidecar is P+1, HTTP P+2, KV events P+10 + rank, their replay P+30 + rank."),
     ] = 51000,
+    grpc_http_sidecar_port: Annotated[
+        int | None,
+        typer.Option(help="Metrics, flush and profiles over HTTP beside gRPC; 0 is none.", show_default="--port + 1"),
+    ] = None,
+    metrics_http_port: Annotated[int | None, typer.Option(hidden=True)] = None,
     host: Annotated[str, typer.Option(help="Address for gRPC and HTTP; KV events are for this machine only.")] = (
         "127.0.0.1"
     ),
@@ -150,10 +159,13 @@ def command(
         raise OptionInvalid("--dp-size", f"there are ports for {MOST_RANKS} ranks behind --port, not for {dp_size}")
     if chunk_tokens < block_size:
         raise OptionInvalid("--chunk-tokens", f"{chunk_tokens} is less than a block; give it at least {block_size}")
+    if metrics_http_port is not None:
+        raise OptionInvalid("--metrics-http-port", f"is called {SIDECAR_OPTION} now; give it that name")
     options = EngineOptions(
         model=model,
         host=host,
         port=port,
+        sidecar_port=port + SIDECAR_OFFSET if grpc_http_sidecar_port is None else grpc_http_sidecar_port,
         served_model_name=served_model_name,
         ranks=dp_size,
         block_size=block_size,
@@ -166,6 +178,8 @@ def command(
         seed=seed,
     )
     require_free(host, (port, port + HTTP_OFFSET), option="--port")
+    if options.sidecar_port:
+        require_free(host, (options.sidecar_port,), option=SIDECAR_OPTION)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(until_stopped(run_engine(options), supervised=supervised))
 

@@ -27,8 +27,8 @@ HOST = "127.0.0.1"
 ENGINES = ("engine-a", "engine-b")
 GATEWAY = "gateway"
 ENGINE_STRIDE = 100
-"""Between the ports of two engines; each uses P (gRPC), P+2 (HTTP), P+10 (KV events) and P+30 (their replay)."""
-ENGINE_PORTS = (0, 2, 10, 30)
+"""Between the ports of two engines; each uses P (gRPC), P+1 (sidecar), P+2 (HTTP), P+10 (KV events), P+30 (replay)."""
+ENGINE_PORTS = (0, 1, 2, 10, 30)
 READY_DEADLINE_S = 300.0
 """The first start of all converts the weights."""
 STOP_GRACE_S = 10.0

@@ -142,6 +142,21 @@ class RequestDuplicate(CallerError):
 
 
 @dataclass(eq=False)
+class OrderRefused(CallerError):
+    """Ranks understood an order and said no; `reason` is theirs."""
+
+    reason: str
+
+    def __str__(self) -> str:
+        return self.reason
+
+
+@dataclass(eq=False)
+class OrderConflict(OrderRefused):
+    """They said no because of what else is going on."""
+
+
+@dataclass(eq=False)
 class Unsupported(CallerError):
     what: str
 

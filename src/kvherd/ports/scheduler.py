@@ -4,6 +4,7 @@ from collections.abc import AsyncIterator, Sequence
 from typing import Protocol
 
 from kvherd.core.engine.generation import GenerationRequest, TokenDelta
+from kvherd.core.engine.profile import ProfileRequest
 from kvherd.core.engine.reports import OrderReport, RankFacts, RankLoad
 from kvherd.core.ids import RequestId
 
@@ -56,4 +57,15 @@ class Scheduler(Protocol):
 
     async def state(self, *, timeout_s: float = 5.0) -> OrderReport:
         """Ask every rank for its load of this moment. Raises `SchedulerDied`."""
+        ...
+
+    async def start_profile(self, profile: ProfileRequest, *, timeout_s: float) -> OrderReport:
+        """Order every rank to record a profile: it is on at all of them or, if any refuses or is silent, at none.
+
+        Cancelling withdraws it. Raises `SchedulerDied`.
+        """
+        ...
+
+    async def stop_profile(self, *, timeout_s: float) -> OrderReport:
+        """Order every rank to end its profile; the answers name the files, which are whole. Raises `SchedulerDied`."""
         ...

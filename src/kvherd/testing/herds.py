@@ -38,6 +38,10 @@ class EngineProcess:
         return f"http://127.0.0.1:{self.port + 2}"
 
     @property
+    def sidecar_url(self) -> str:
+        return f"http://127.0.0.1:{self.port + 1}"
+
+    @property
     def grpc_url(self) -> str:
         return f"grpc://127.0.0.1:{self.port}"
 

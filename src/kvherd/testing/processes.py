@@ -17,7 +17,7 @@ from types import TracebackType
 from typing import Self
 
 MARK = "KVHERD_TEST_MARK"
-ENGINE_OFFSETS = (0, 2, 10, 30)
+ENGINE_OFFSETS = (0, 1, 2, 10, 30)
 
 
 def wait_until(condition: Callable[[], bool], *, within_s: float, what: str) -> None:

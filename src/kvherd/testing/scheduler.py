@@ -6,6 +6,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
 from kvherd.core.engine.generation import Finish, FinishReason, GenerationRequest, TokenDelta, TokenLogprob
+from kvherd.core.engine.profile import ProfileRequest
 from kvherd.core.engine.reports import Blocker, OrderAnswer, OrderReport, RankFacts, RankLoad
 from kvherd.core.errors import EngineError, EngineStopping, RequestDuplicate, SchedulerDied
 from kvherd.core.ids import OrderId, Rank, RequestId
@@ -72,6 +73,7 @@ class FakeScheduler:
         self.late_answers = 0
         self.open_orders = 0
         self.withdrawn = 0
+        self.profile: ProfileRequest | None = None
         self._step_s = step_s
         self._order_grace_s = order_grace_s
         self._stalled = False
@@ -159,6 +161,41 @@ class FakeScheduler:
         return self._report(
             [OrderAnswer(order, facts.rank, done=True, message="", load=self._load(facts)) for facts in self.ranks]
         )
+
+    async def start_profile(self, profile: ProfileRequest, *, timeout_s: float) -> OrderReport:
+        report = await self._profile_order(profile, timeout_s, conflict=self.profile is not None, why="one is on")
+        self.profile = profile if report.done else self.profile
+        return report
+
+    async def stop_profile(self, *, timeout_s: float) -> OrderReport:
+        report = await self._profile_order(self.profile, timeout_s, conflict=self.profile is None, why="none is on")
+        self.profile = None if report.done else self.profile
+        return report
+
+    async def _profile_order(
+        self, profile: ProfileRequest | None, timeout_s: float, *, conflict: bool, why: str
+    ) -> OrderReport:
+        self._raise_failure()
+        order = self._new_order()
+        with self._under_way():
+            if self.silent:
+                await asyncio.sleep(timeout_s)
+        self._raise_failure()
+        answers = []
+        for rank in (facts.rank for facts in self.ranks):
+            refused = conflict or rank in self.refusals
+            answers.append(
+                OrderAnswer(
+                    order,
+                    rank,
+                    done=not refused,
+                    message=why if conflict else self.refusals.get(rank, "obeyed"),
+                    conflict=conflict,
+                    files=(f"/traces/{profile.file_name(rank, None)}",) if profile and not refused else (),
+                    profile_id=profile.profile_id if profile else "",
+                )
+            )
+        return self._report(answers)
 
     # --- generations --------------------------------------------------------------------------
 

@@ -7,11 +7,13 @@ so that a long answer is still under way when the next line of a test runs.
 import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import AbstractAsyncContextManager, aclosing
+from pathlib import Path
 from typing import cast
 
 import pytest
 
 from kvherd.core.engine.generation import FinishReason, GenerationRequest, Limits, Sampling, TokenDelta
+from kvherd.core.engine.profile import ProfileRequest
 from kvherd.core.errors import RequestDuplicate
 from kvherd.core.ids import RequestId
 from kvherd.ports.scheduler import Scheduler
@@ -194,3 +196,18 @@ class SchedulerContract:
             await running_becomes(scheduler, 0)
             assert (await read_all(scheduler, asked("c", prompt=other)))[-1].cached_tokens == 48
             assert scheduler.open_orders == 0
+
+    async def test_a_profile_is_on_until_it_is_stopped_and_there_is_only_one(self, tmp_path: Path) -> None:
+        async with self.opened() as scheduler:
+            begun = await scheduler.start_profile(ProfileRequest("profile-1", str(tmp_path)), timeout_s=10)
+            assert begun.done
+            second = await scheduler.start_profile(ProfileRequest("profile-2", str(tmp_path)), timeout_s=10)
+            assert not second.done
+            assert all(answer.conflict for answer in second.answers)
+            await read_all(scheduler, asked("a"))
+            ended = await scheduler.stop_profile(timeout_s=10)
+            assert ended.done
+            assert [len(answer.files) for answer in ended.answers] == [1] * len(scheduler.ranks)
+            again = await scheduler.stop_profile(timeout_s=10)
+            assert not again.done
+            assert all(answer.conflict for answer in again.answers)

@@ -31,6 +31,8 @@ TABLE: dict[type[errors.KvherdError], Status] = {
     errors.NotAllowed: Status(403, "PERMISSION_DENIED", "permission_error", "not_allowed"),
     errors.RequestUnknown: Status(404, "NOT_FOUND", "invalid_request_error", "request_not_found"),
     errors.RequestDuplicate: Status(409, "ALREADY_EXISTS", "invalid_request_error", "request_exists"),
+    errors.OrderRefused: Status(400, "FAILED_PRECONDITION", "invalid_request_error", "order_refused"),
+    errors.OrderConflict: Status(409, "FAILED_PRECONDITION", "invalid_request_error", "order_conflict"),
     errors.BodyTooLarge: Status(413, "RESOURCE_EXHAUSTED", "invalid_request_error", "body_too_large"),
     errors.HeadTooLarge: Status(431, "RESOURCE_EXHAUSTED", "invalid_request_error", "headers_too_large"),
     errors.CallerTooSlow: Status(408, "DEADLINE_EXCEEDED", "invalid_request_error", "request_timed_out"),

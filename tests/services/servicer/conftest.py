@@ -70,6 +70,7 @@ class Doors:
     stub: SglangSchedulerStub
     channel: grpc.aio.Channel
     http: httpx.AsyncClient
+    sidecar: httpx.AsyncClient
 
 
 OpenDoors = Callable[..., AbstractAsyncContextManager[Doors]]
@@ -82,6 +83,7 @@ def config_of(port: int) -> ServicerConfig:
         tokenizer_zip=bytes(range(256)) * 10_000,
         port=port,
         http_port=port + 2,
+        sidecar_port=port + 1,
         drain_s=0.5,
     )
 
@@ -89,7 +91,7 @@ def config_of(port: int) -> ServicerConfig:
 @asynccontextmanager
 async def open_doors(scheduler: FakeScheduler | None = None, **options: object) -> AsyncIterator[Doors]:
     scheduler = scheduler or FakeScheduler(step_s=0.002)
-    config = replace(config_of(free_ports((0, 2))), **options)  # type: ignore[arg-type]
+    config = replace(config_of(free_ports((0, 1, 2))), **options)  # type: ignore[arg-type]
     tokenizer, events = ByteTokenizer(), ScriptedEvents()
     completions = OpenAiCompletions(tokenizer, config.model_name, scheduler.ranks[0].max_context_tokens)
     async with (
@@ -103,8 +105,9 @@ async def open_doors(scheduler: FakeScheduler | None = None, **options: object) 
         ) as servicer,
         grpc.aio.insecure_channel(f"127.0.0.1:{config.port}") as channel,
         httpx.AsyncClient(base_url=f"http://127.0.0.1:{config.http_port}", timeout=10) as http,
+        httpx.AsyncClient(base_url=f"http://127.0.0.1:{config.sidecar_port}", timeout=10) as sidecar,
     ):
-        yield Doors(servicer, config, scheduler, events, SglangSchedulerStub(channel), channel, http)
+        yield Doors(servicer, config, scheduler, events, SglangSchedulerStub(channel), channel, http, sidecar)
 
 
 @pytest.fixture

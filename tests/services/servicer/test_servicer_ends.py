@@ -76,6 +76,7 @@ async def test_ports_are_free_afterwards_and_a_servicer_may_start_there_at_once(
         port = at.config.port
         await last_of(at.stub.Generate(asked(2)))
     assert can_bind(port)
+    assert can_bind(port + 1)
     assert can_bind(port + 2)
-    async with doors(port=port, http_port=port + 2) as at:
+    async with doors(port=port, sidecar_port=port + 1, http_port=port + 2) as at:
         await last_of(at.stub.Generate(asked(2)))

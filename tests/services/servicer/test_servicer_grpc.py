@@ -18,6 +18,7 @@ from smg_grpc_proto.generated import sglang_scheduler_pb2 as pb
 from kvherd.core.errors import PortInUse
 from kvherd.core.ids import Rank
 from kvherd.testing.patience import until
+from kvherd.testing.processes import can_bind, free_ports
 from kvherd.testing.scheduler import FakeScheduler, answer_token, rank_facts
 
 pytestmark = pytest.mark.net
@@ -443,8 +444,6 @@ async def test_reflection_names_the_services(doors: Opened) -> None:
     ("rpc", "request_"),
     [
         ("Embed", pb.EmbedRequest()),
-        ("StartProfile", common_pb2.StartProfileRequest()),
-        ("StopProfile", common_pb2.StopProfileRequest()),
         ("LoadLoRAAdapter", pb.LoadLoRAAdapterRequest()),
         ("UnloadLoRAAdapter", pb.UnloadLoRAAdapterRequest()),
         ("ListLoadedLoRAAdapters", pb.ListLoadedLoRAAdaptersRequest()),
@@ -459,14 +458,20 @@ async def test_what_it_does_not_do_it_says_in_a_sentence(doors: Opened, rpc: str
 # --- ports -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("port", "http_port"), [(0, 10), (10, 2)])
-async def test_a_port_that_is_taken_is_an_error_that_names_it(doors: Opened, port: int, http_port: int) -> None:
+@pytest.mark.parametrize(
+    ("name", "offset", "option"),
+    [("port", 0, "--port"), ("http_port", 2, "--port"), ("sidecar_port", 1, "--grpc-http-sidecar-port")],
+)
+async def test_a_port_that_is_taken_is_an_error_that_names_it(
+    doors: Opened, name: str, offset: int, option: str
+) -> None:
     async with doors() as at:
         taken = at.config.port
-        ports = {"port": taken + port, "http_port": taken + http_port}
+        free = free_ports((0, 1, 2))
+        ports = {"port": free, "sidecar_port": free + 1, "http_port": free + 2} | {name: taken + offset}
         with pytest.raises(PortInUse) as caught:
             async with doors(**ports):
                 pass
-        assert caught.value.port in (taken, taken + 2)
-        assert caught.value.option == "--port"
+        assert (caught.value.port, caught.value.option) == (taken + offset, option)
+        assert all(can_bind(free + each) for each in (0, 1, 2))
         assert len(await read(at.stub.Generate(asked()))) == 1  # the first is as it was

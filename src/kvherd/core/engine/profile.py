@@ -24,6 +24,23 @@ BOTH_STAGES = (Stage.PREFILL, Stage.DECODE)
 
 
 @dataclass(frozen=True, slots=True)
+class ProfileWish:
+    """What a caller asked for; None is what he left open. Activities are his words: not all can be had everywhere."""
+
+    output_dir: str | None = None
+    start_step: int | None = None
+    num_steps: int | None = None
+    activities: tuple[str, ...] = ()
+    with_stack: bool = False
+    record_shapes: bool = False
+    by_stage: bool = False
+    stages: tuple[Stage, ...] = BOTH_STAGES
+    merge: bool = False
+    prefix: str = ""
+    profile_id: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class ProfileRequest:
     """`output_dir` is absolute. Recording begins with step `start_step` of each rank, or its next one if that is past,
     and ends after `num_steps` recorded steps (of each stage, where stages have files of their own) or by order.

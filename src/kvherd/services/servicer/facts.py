@@ -54,7 +54,12 @@ class EngineFacts:
         """The body of GET /server_info: SGLang's fields, and what a gateway of ours looks for."""
         loads = [each.load for each in report.answers if each.load is not None]
         return self.server_args() | {
-            "kvherd": {"version": __version__, "grpc_port": self._config.port, "http_port": self._config.http_port},
+            "kvherd": {
+                "version": __version__,
+                "grpc_port": self._config.port,
+                "http_port": self._config.http_port,
+                "sidecar_port": self._config.sidecar_port,
+            },
             "version": f"kvherd-{__version__}",
             "status": "ready",
             "block_size": self._scheduler.ranks[0].block_size,

@@ -1,8 +1,7 @@
 """`sglang.grpc.scheduler.SglangScheduler` in front of one engine's scheduler."""
 
 import hashlib
-import json
-import math
+from collections.abc import Awaitable
 from contextlib import aclosing
 from datetime import UTC, datetime
 
@@ -14,7 +13,7 @@ from smg_grpc_proto.generated import sglang_scheduler_pb2 as pb
 from kvherd import __version__
 from kvherd.core.engine.admission import room_for_answer
 from kvherd.core.engine.reports import OrderReport
-from kvherd.core.errors import FieldInvalid, OrderTimedOut, Unsupported
+from kvherd.core.errors import FieldInvalid, OrderConflict, OrderRefused, OrderTimedOut, Unsupported
 from kvherd.core.ids import OrderId, RequestId
 from kvherd.ports.kv_stream import KvEventDoor
 from kvherd.ports.scheduler import Scheduler
@@ -23,6 +22,9 @@ from kvherd.services.servicer.answers import ChoiceAnswer
 from kvherd.services.servicer.config import ServicerConfig
 from kvherd.services.servicer.facts import EngineFacts
 from kvherd.services.servicer.generations import Generations
+from kvherd.services.servicer.order_edge import checked_timeout, message_of, ranks_json
+from kvherd.services.servicer.profiles import ProfileDone, Profiles
+from kvherd.wire.profile_fields import read_start_profile
 from kvherd.wire.sglang_pb import HOLD_KEY, decode_generate, encode_load
 
 RANKS_KEY = "kvherd-ranks"
@@ -36,14 +38,17 @@ class SglangService(sglang_scheduler_pb2_grpc.SglangSchedulerServicer):  # type:
         self,
         config: ServicerConfig,
         scheduler: Scheduler,
+        *,
         generations: Generations,
         events: KvEventDoor,
         facts: EngineFacts,
+        profiles: Profiles,
     ) -> None:
         self._config = config
         self._scheduler = scheduler
         self._generations = generations
         self._facts = facts
+        self._profiles = profiles
         self.event_streams = events
 
     # --- generation ------------------------------------------------------------
@@ -155,8 +160,20 @@ class SglangService(sglang_scheduler_pb2_grpc.SglangSchedulerServicer):  # type:
         report = await self._scheduler.flush(timeout_s=timeout_s, hold=hold)
         context.set_trailing_metadata(((RANKS_KEY, ranks_json(report)),))
         if report.silent or any(answer.timed_out for answer in report.answers):
-            await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, flush_message(report))
-        return common_pb2.FlushCacheResponse(success=report.done, message=flush_message(report))
+            await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, message_of(report))
+        return common_pb2.FlushCacheResponse(success=report.done, message=message_of(report))
+
+    @rpc
+    async def StartProfile(  # noqa: N802
+        self, request: common_pb2.StartProfileRequest, context: Context
+    ) -> common_pb2.ProfileResponse:
+        return await _profiled(self._profiles.start(read_start_profile(request)))
+
+    @rpc
+    async def StopProfile(  # noqa: N802
+        self, request: common_pb2.StopProfileRequest, context: Context
+    ) -> common_pb2.ProfileResponse:
+        return await _profiled(self._profiles.stop())
 
     # --- KV events ---------------------------------------------------------------
 
@@ -169,8 +186,6 @@ class SglangService(sglang_scheduler_pb2_grpc.SglangSchedulerServicer):  # type:
 
 _UNSUPPORTED = {
     "Embed": "Embed (this engine generates text and makes no embeddings)",
-    "StartProfile": "StartProfile",
-    "StopProfile": "StopProfile",
     "LoadLoRAAdapter": "LoRA",
     "UnloadLoRAAdapter": "LoRA",
     "ListLoadedLoRAAdapters": "LoRA",
@@ -190,27 +205,15 @@ for _name, _what in _UNSUPPORTED.items():
     setattr(SglangService, _name, _unsupported(_what))
 
 
-def checked_timeout(timeout_s: float, limit_s: float) -> float:
-    """Raises `FieldInvalid` for a time that no flush can wait."""
-    if not math.isfinite(timeout_s) or not 0 <= timeout_s <= limit_s:
-        raise FieldInvalid("timeout", f"is {timeout_s:g}; it must be 0 to {limit_s:g} seconds")
-    return timeout_s
-
-
-def flush_message(report: OrderReport) -> str:
-    """One sentence a rank, or one for all where there is only one."""
-    parts = [answer.message for answer in report.answers]
-    if len(report.answers) + len(report.silent) > 1:
-        parts = [f"rank {answer.rank}: {answer.message}" for answer in report.answers]
-    parts += [f"rank {rank}: no answer" for rank in report.silent]
-    return "; ".join(parts)
-
-
-def ranks_json(report: OrderReport) -> str:
-    """Each rank's outcome, for callers that want to know more than the protocol can say."""
-    answered = [{"rank": each.rank, "done": each.done, "message": each.message} for each in report.answers]
-    silent = [{"rank": rank, "done": False, "message": "no answer"} for rank in report.silent]
-    return json.dumps(answered + silent)
+async def _profiled(order: Awaitable[ProfileDone]) -> common_pb2.ProfileResponse:
+    """What the ranks refuse is an answer of this protocol; what they cannot do now is FAILED_PRECONDITION."""
+    try:
+        done = await order
+    except OrderConflict:
+        raise
+    except OrderRefused as refused:
+        return common_pb2.ProfileResponse(success=False, message=str(refused))
+    return common_pb2.ProfileResponse(success=True, message="; ".join((done.message, *done.notes)))
 
 
 def _heard(report: OrderReport) -> OrderReport:

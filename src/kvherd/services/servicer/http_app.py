@@ -9,28 +9,24 @@ from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
 
-from kvherd.core.engine.reports import OrderReport
-from kvherd.core.errors import FieldInvalid, ModelUnknown, OrderTimedOut
-from kvherd.core.ids import OrderId
+from kvherd.core.errors import FieldInvalid, ModelUnknown
 from kvherd.core.text.calls import CallOptions, ChatCall, CompletionCall
 from kvherd.ports.completions import Completions, NativeCompletions, Tokenizer
 from kvherd.ports.scheduler import Scheduler
 from kvherd.services.servicer.config import ServicerConfig
 from kvherd.services.servicer.facts import EngineFacts, rank_state
 from kvherd.services.servicer.generations import Generations
-from kvherd.services.servicer.grpc_service import checked_timeout, flush_message
 from kvherd.services.servicer.http_edge import (
     FrameStream,
     body_within,
-    endpoint,
     json_answer,
     new_request_id,
     not_served,
+    route,
     unless_client_leaves,
 )
-from kvherd.services.servicer.metrics import CONTENT_TYPE, EngineMetrics
+from kvherd.services.servicer.operator_door import OperatorDoor
 from kvherd.wire.openai.requests import decode_chat, decode_completion
 from kvherd.wire.openai.tokens import TokenizeText, decode_detokenize, decode_tokenize
 from kvherd.wire.sglang_native import decode_generate
@@ -54,7 +50,7 @@ class HttpDoor:
         native: NativeCompletions,
         tokenizer: Tokenizer,
         facts: EngineFacts,
-        metrics: EngineMetrics,
+        operators: OperatorDoor,
     ) -> None:
         self._config = config
         self._scheduler = scheduler
@@ -63,15 +59,9 @@ class HttpDoor:
         self._native = native
         self._tokenizer = tokenizer
         self._facts = facts
-        self._metrics = metrics
+        self._operators = operators
 
     def app(self) -> Starlette:
-        def route(path: str, handler: Callable[[Request], Awaitable[Response]], *methods: str) -> Route:
-            made = Route(path, endpoint(handler), methods=list(methods))
-            if "POST" in methods and made.methods:
-                made.methods.discard("HEAD")  # comes with GET, and a HEAD must order nothing
-            return made
-
         return Starlette(
             exception_handlers={HTTPException: not_served},
             routes=[
@@ -81,13 +71,9 @@ class HttpDoor:
                 route("/v1/models", self.models, "GET"),
                 route("/tokenize", self.tokenize, "POST"),
                 route("/detokenize", self.detokenize, "POST"),
-                route("/flush_cache", self.flush, "GET", "POST"),
-                route("/health", self.health, "GET"),
-                route("/server_info", self.server_info, "GET"),
-                route("/get_server_info", self.server_info, "GET"),
                 route("/get_model_info", self.model_info, "GET"),
                 route("/get_loads", self.loads, "GET"),
-                route("/metrics", self.metrics, "GET"),
+                *self._operators.routes(),
             ],
         )
 
@@ -149,29 +135,6 @@ class HttpDoor:
             raise FieldInvalid("tokens", f"token {strange} is not in the vocabulary of {vocab_size}")
         return json_answer({"prompt": self._tokenizer.decode(token_ids, skip_special_tokens=False)})
 
-    # --- orders ------------------------------------------------------------------
-
-    async def flush(self, request: Request) -> Response:
-        """200 when every rank cleared its cache; 400 when one refused or was still busy at the time's end."""
-        timeout_s = _timeout(request, self._config.order_timeout_limit_s)
-        hold = request.query_params.get("hold", "false").lower() in ("1", "true")
-        await self._body(request)  # means nothing, but what follows it is how a client's leaving is seen
-        flush = self._scheduler.flush(timeout_s=timeout_s, hold=hold)
-        report = await unless_client_leaves(request.receive, flush)
-        answer = {
-            "success": report.done,
-            "timed_out": bool(report.silent) or any(each.timed_out for each in report.answers),
-            "message": flush_message(report),
-            "ranks": [
-                {"rank": each.rank, "done": each.done, "message": each.message, "cleared_blocks": each.cleared_blocks}
-                for each in report.answers
-            ]
-            + [{"rank": rank, "done": False, "message": "no answer", "cleared_blocks": 0} for rank in report.silent],
-        }
-        if report.silent:
-            return json_answer(answer, 504)
-        return json_answer(answer, 200 if report.done else 400)
-
     # --- what it is and how it does ------------------------------------------------
 
     async def models(self, request: Request) -> Response:
@@ -183,15 +146,6 @@ class HttpDoor:
             "max_model_len": self._scheduler.ranks[0].max_context_tokens,
         }
         return json_answer({"object": "list", "data": [card]})
-
-    async def health(self, request: Request) -> Response:
-        failure = self._facts.failure
-        if failure is None:
-            return json_answer({"status": "ok"})
-        return json_answer({"status": "failed", "reason": str(failure)}, 503)
-
-    async def server_info(self, request: Request) -> Response:
-        return json_answer(self._facts.server_info(await self._state()))
 
     async def model_info(self, request: Request) -> Response:
         facts = self._scheduler.ranks[0]
@@ -207,24 +161,14 @@ class HttpDoor:
         )
 
     async def loads(self, request: Request) -> Response:
-        report = await self._state()
+        report = await self._operators.state()
         ranks = [rank_state(each.rank, each.load) for each in report.answers if each.load is not None]
         return json_answer({"loads": ranks})
-
-    async def metrics(self, request: Request) -> Response:
-        return Response(self._metrics.text(), media_type=CONTENT_TYPE)
 
     # --- shared --------------------------------------------------------------------
 
     async def _body(self, request: Request) -> bytes:
         return await body_within(request, self._config.body_limit_bytes, within_s=self._config.body_within_s)
-
-    async def _state(self) -> OrderReport:
-        """Raises `OrderTimedOut` unless every rank answered."""
-        report = await self._scheduler.state()
-        if report.silent:
-            raise OrderTimedOut(OrderId("state"), tuple(report.silent), 5.0)
-        return report
 
 
 async def _whole(request: Request, work: Awaitable[bytes]) -> Response:
@@ -240,12 +184,3 @@ async def _streamed(request: Request, frames: AsyncGenerator[bytes, None]) -> Re
 async def _off_the_loop(size_bytes: int, tokenize: Callable[[], T]) -> T:
     """Tokenize a long text in a thread, so that other requests do not wait for it."""
     return tokenize() if size_bytes < LONG_BODY_BYTES else await asyncio.to_thread(tokenize)
-
-
-def _timeout(request: Request, limit_s: float) -> float:
-    text = request.query_params.get("timeout", "0")
-    try:
-        timeout_s = float(text)
-    except ValueError:
-        raise FieldInvalid("timeout", f"{text!r} is not a number of seconds") from None
-    return checked_timeout(timeout_s, limit_s)

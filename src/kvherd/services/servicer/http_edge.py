@@ -10,6 +10,7 @@ from typing import TypeVar
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from kvherd.core.errors import BodyTooLarge, CallerTooSlow, EngineError
@@ -85,6 +86,13 @@ def endpoint(handler: Endpoint) -> Endpoint:
         return answer
 
     return guarded
+
+
+def route(path: str, handler: Endpoint, *methods: str) -> Route:
+    made = Route(path, endpoint(handler), methods=list(methods))
+    if "POST" in methods and made.methods:
+        made.methods.discard("HEAD")  # comes with GET, and a HEAD must order nothing
+    return made
 
 
 def json_answer(content: object, status: int = 200) -> Response:

@@ -1,5 +1,7 @@
 """The servicer: gRPC and HTTP in front of one engine's scheduler."""
 
+import os
+import socket
 from contextlib import AsyncExitStack
 from types import TracebackType
 from typing import Self
@@ -16,7 +18,11 @@ from kvherd.services.servicer.grpc_service import SglangService
 from kvherd.services.servicer.http_app import HttpDoor
 from kvherd.services.servicer.http_server import http_server
 from kvherd.services.servicer.metrics import EngineMetrics
+from kvherd.services.servicer.operator_door import OperatorDoor
+from kvherd.services.servicer.profiles import Profiles
 from kvherd.services.servicer.sockets import listen
+
+SIDECAR_OPTION = "--grpc-http-sidecar-port"
 
 
 class Servicer:
@@ -39,7 +45,11 @@ class Servicer:
         self._facts = EngineFacts(config, scheduler)
         metrics = EngineMetrics(config.model_name, scheduler)
         generations = Generations(scheduler, tokenizer, metrics)
-        self._grpc = SglangService(config, scheduler, generations, events, self._facts)
+        profiles = Profiles(scheduler, os.environ, timeout_s=config.order_timeout_s)
+        self._operators = OperatorDoor(config, scheduler, self._facts, profiles, metrics)
+        self._grpc = SglangService(
+            config, scheduler, generations=generations, events=events, facts=self._facts, profiles=profiles
+        )
         self._http = HttpDoor(
             config=config,
             scheduler=scheduler,
@@ -48,7 +58,7 @@ class Servicer:
             native=native,
             tokenizer=tokenizer,
             facts=self._facts,
-            metrics=metrics,
+            operators=self._operators,
         )
         self._health = Health()
         self._stack = AsyncExitStack()
@@ -57,11 +67,23 @@ class Servicer:
         async with AsyncExitStack() as stack:
             listener = listen(self._config.host, self._config.http_port, option="--port")
             stack.callback(listener.close)
+            sidecar = self._sidecar_listener(stack)
             await stack.enter_async_context(grpc_server(self._config, self._grpc, self._health))
             await stack.enter_async_context(http_server(self._http.app(), listener, drain_s=self._config.drain_s))
+            if sidecar is not None:
+                await stack.enter_async_context(
+                    http_server(self._operators.app(), sidecar, drain_s=self._config.drain_s)
+                )
             await self._health.set_serving(serving=self._facts.failure is None)
             self._stack = stack.pop_all()
         return self
+
+    def _sidecar_listener(self, stack: AsyncExitStack) -> socket.socket | None:
+        if not self._config.sidecar_port:
+            return None
+        listener = listen(self._config.host, self._config.sidecar_port, option=SIDECAR_OPTION)
+        stack.callback(listener.close)
+        return listener
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
