@@ -355,6 +355,27 @@ async def test_what_an_answer_cost_is_read_in_passing(pieces: list[bytes]) -> No
         assert begun == [True]
 
 
+META = b'{"text":"a \\"meta_info\\" data:","meta_info":{"prompt_tokens":7,"completion_tokens":%d,"cached_tokens":4%b}}'
+
+
+@pytest.mark.parametrize(
+    ("pieces", "told"),
+    [
+        ([json_answer(META % (2, b""))], [Usage(7, 4, 2)]),
+        ([json_answer(META % (2, b',"cached_tokens_details":{"host":1}'))], [Usage(7, 4, 2, host_tokens=1)]),
+        ([SSE_HEAD, *(chunk(b"data: " + META % (n, b"") + b"\n\n") for n in (1, 2)), LAST_CHUNK], [Usage(7, 4, 2)]),
+        ([SSE_HEAD, chunk(b'data: {"index":1,"meta_info":{"prompt_tokens":7}}\n\n'), LAST_CHUNK], []),
+        ([json_answer(b'[{"meta_info":{"prompt_tokens":7}}]')], []),
+        ([json_answer(b'{"meta_info":{}}')], []),
+    ],
+)
+async def test_what_an_answer_to_generate_cost_is_in_its_last_meta_info(pieces: list[bytes], told: list[Usage]) -> None:
+    said: list[Usage] = []
+    async with RawServer(saying(*pieces)) as server, worker_at(server.url) as worker:
+        await worker.forward(call(on_usage=said.append), FakeResponder())
+    assert said == told
+
+
 @pytest.mark.parametrize(
     "details",
     [

@@ -3,7 +3,6 @@
 `make test-vllm` installs it and runs these tests.
 """
 
-import re
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -16,6 +15,7 @@ from kvherd.testing.herds import GatewayProcess, Start, begin_gateway
 from kvherd.testing.processes import KvherdProcess, free_ports, wait_until
 from kvherd.testing.stock_engines import MODEL, StockEngine, StockServer, vllm
 from kvherd.testing.stock_herds import chat, is_live, kv_of
+from kvherd.testing.stock_streams import stream_of
 
 pytestmark = [pytest.mark.peers, pytest.mark.timeout(600)]
 
@@ -76,21 +76,16 @@ def test_chats_from_before_anyone_listened_are_healed_one_by_one(late: tuple[Sto
 def test_a_sampled_stream_is_what_the_engine_says_unasked(late: tuple[StockServer, Start]) -> None:
     server, _ = late
     gateway = follow(late, "--usage-sample", "1")
-    for path, asked in (
+    streams: tuple[tuple[str, dict[str, Any]], ...] = (
         ("/v1/chat/completions", {"messages": CHATS[0]}),
         ("/v1/completions", {"prompt": "Once upon a time, " * 10}),
-    ):
-        body = {"model": MODEL, "max_tokens": 6, "temperature": 0, "stream": True, **asked}
-        plain = [without_name(httpx.post(f"{url}{path}", json=body, timeout=120).text) for url in (server.url,) * 2]
+    )
+    for path, asked in streams:
+        plain = [stream_of(server.url, path, **asked) for _ in range(2)]
         assert plain[0] == plain[1]
-        through = [without_name(httpx.post(f"{gateway.url}{path}", json=body, timeout=120).text) for _ in range(3)]
-        assert through == [plain[0]] * 3
+        assert [stream_of(gateway.url, path, **asked) for _ in range(3)] == [plain[0]] * 3
     assert truth_of(gateway)["unavailable"] == 1, "all but the first were asked for their usage"
     assert truth_of(gateway)["wrong"] == 0
-
-
-def without_name(stream: str) -> str:
-    return re.sub(r'"id":"[^"]+","object":"([^"]+)","created":\d+', r'"object":"\1"', stream)
 
 
 def test_an_idle_flush_ends_what_is_not_known(late: tuple[StockServer, Start]) -> None:

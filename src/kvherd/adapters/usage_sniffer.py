@@ -1,10 +1,13 @@
-"""What an answer cost, read from its bytes as they pass by, untouched: `usage` in a JSON body or an SSE event."""
+"""What an answer cost, read from its bytes as they pass by, untouched: `usage` in a JSON body or an SSE event, or the
+`meta_info` that SGLang's own `/generate` has in every event.
+"""
 
 import msgspec
 
 from kvherd.ports.completions import Usage
 
-_KEY = b'"usage"'
+_USAGE = b'"usage"'
+_META = b'"meta_info"'
 _KEPT_BYTES = 1024 * 1024
 
 
@@ -32,8 +35,26 @@ class _UsageObject(msgspec.Struct):
     prompt_tokens_details: _PromptDetails | None = None
 
 
+class _MetaInfo(msgspec.Struct):
+    """SGLang tells the cached tokens here whether or not it was told to report them."""
+
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+    cached_tokens: int | None = None
+    cached_tokens_details: _Tiers | None = None
+
+    def usage(self) -> Usage | None:
+        if self.prompt_tokens is None:
+            return None
+        host = self.cached_tokens_details.host if self.cached_tokens_details else 0
+        return Usage(self.prompt_tokens, self.cached_tokens, self.completion_tokens or 0, host_tokens=host)
+
+
 class _Answer(msgspec.Struct):
     usage: _UsageObject | None = None
+    meta_info: _MetaInfo | None = None
+    index: int | None = None
+    """Of several answers in one stream, each tells of itself alone."""
 
 
 _decoder = msgspec.json.Decoder(_Answer)
@@ -45,11 +66,12 @@ class UsageSniffer:
     Of an event stream it keeps an unfinished line, of another body the whole; past 1 MiB it gives up and keeps nothing.
     """
 
-    __slots__ = ("_kept", "_stream", "_told")
+    __slots__ = ("_kept", "_last", "_stream", "_told")
 
     def __init__(self, *, stream: bool) -> None:
         self._stream = stream
         self._kept = b""
+        self._last = b""
         self._told: Usage | None = None
 
     def feed(self, data: bytes) -> None:
@@ -63,14 +85,19 @@ class UsageSniffer:
             end = data.rfind(b"\n") + 1
             self._keep(data[end:])
             data = data[:end]
-        if _KEY in data:
+        if _USAGE in data:
             for line in data.split(b"\n"):
-                if _KEY in line and line.startswith(b"data:"):
+                if _USAGE in line and line.startswith(b"data:"):
                     self._read(line[5:])
+        if _META in data:  # in every event: only the last one counts
+            begin = data.rfind(b"\n", 0, data.rfind(_META)) + 1
+            self._last = data[begin : data.find(b"\n", begin)].removeprefix(b"data:")
 
     def usage(self) -> Usage | None:
         """Call once, when the body is complete."""
-        if not self._stream and _KEY in self._kept:
+        if self._last:
+            self._read(self._last)
+        if not self._stream and (_USAGE in self._kept or _META in self._kept):
             self._read(self._kept)
         return self._told
 
@@ -79,9 +106,12 @@ class UsageSniffer:
 
     def _read(self, document: bytes) -> None:
         try:
-            usage = _decoder.decode(document).usage
+            answer = _decoder.decode(document)
         except (msgspec.MsgspecError, UnicodeDecodeError):  # not as OpenAI has it: then there is nothing to tell
             return
+        usage = answer.usage
+        if answer.meta_info is not None and answer.index is None:
+            self._told = answer.meta_info.usage() or self._told
         if usage is not None:
             details = usage.prompt_tokens_details
             self._told = Usage(

@@ -131,9 +131,11 @@ def sglang(
     page_size: int = 16,
     layout: str = "default",
     options: tuple[str, ...] = (),
+    replay_batches: int = 10_000,
 ) -> StockServer:
     """It listens at `events`: `bind` makes it, where it would connect to a host otherwise. `layout` of its events."""
-    kv_events = {"publisher": "zmq", "endpoint": events, "bind": True, "replay_endpoint": replay, "format": layout}
+    kv_events: dict[str, object] = {"publisher": "zmq", "endpoint": events, "bind": True, "format": layout}
+    kv_events |= {"replay_endpoint": replay, "buffer_steps": replay_batches}
     words = {
         "model-path": str(model_directory()),
         "served-model-name": MODEL,

@@ -143,6 +143,9 @@ def test_pairs_count_as_far_as_the_next_tokens_agree(index: PrefixIndex) -> None
     other = Prompt((*LONG.tokens[:32], 7, *LONG.tokens[33:]))
     assert blocks(index, other, PAIRED) == 1, "its 32nd token is followed by another one"
     assert blocks(index, LONG, PAGED) == 0, "a chain without pairs has other names"
+    index.apply_events(ANN, [CacheCleared(), PAGED.stored(LONG, 0, 50)])
+    assert not index.bigrams(ANN.worker), "it may be another engine by now"
+    assert blocks(index, LONG, PAGED) == 3
 
 
 def test_pairs_that_contradict_the_pages_behind_them_earn_nothing(index: PrefixIndex) -> None:

@@ -47,7 +47,7 @@ class Holding:
         for held in self._sizes.values():
             held.release()
         self._sizes.clear()
-        self.capped = False
+        self.capped = self.bigrams = False
 
     def contents(self) -> Mapping[EngineHash, Mapping[Tier, int]]:
         """Every block or page held, named or not, and its copies."""
