@@ -118,29 +118,26 @@ class KvDecoder:
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise FrameInvalid("KV event", str(error)) from error
         rank = None if read.rank is None else Rank(read.rank)
-        events = tuple(event for one in read.events for event in self._translate(one, known))
-        return PublishedBatch(read.timestamp_s, events, rank)
+        events: list[KvEvent] = []
+        for one in read.events:
+            if isinstance(one, _Cleared):
+                events.append(CacheCleared())
+            elif one.locality == "REMOTE":
+                pass  # a shared pool's blocks: no statement about this engine
+            elif isinstance(one, _Stored):
+                events += self._stores(one, known)
+            elif self._groups.removed(one.group_idx):
+                events.append(BlocksRemoved(_hashes(one.block_hashes), tier_of(one.medium)))
+        return PublishedBatch(read.timestamp_s, tuple(events), rank)
 
-    def _translate(self, event: _Event, known: LiveState | None) -> Iterator[KvEvent]:
-        match event:
-            case _Stored(locality="REMOTE") | _Removed(locality="REMOTE"):
-                return  # a shared pool's blocks: no statement about this engine
-            case _Stored():
-                tier = tier_of(event.medium)
-                counts = self._groups.stored(event.group_idx, event.kv_cache_spec_kind)
-                if counts is not False and tier is not Tier.DEVICE and _only_names(event):
-                    yield from _recognized(event, tier, known)
-                elif counts is None:
-                    raise BatchUntranslatable(
-                        f"cache group {event.group_idx} does not say its kind; vLLM 0.24 and later do"
-                    )
-                elif counts:
-                    yield _stored(event, tier)
-            case _Removed():
-                if self._groups.removed(event.group_idx):
-                    yield BlocksRemoved(_hashes(event.block_hashes), tier_of(event.medium))
-            case _Cleared():
-                yield CacheCleared()
+    def _stores(self, event: _Plain | _Paired, known: LiveState | None) -> Sequence[BlocksStored]:
+        tier = tier_of(event.medium)
+        counts = self._groups.stored(event.group_idx, event.kv_cache_spec_kind)
+        if counts is not False and tier is not Tier.DEVICE and _only_names(event):
+            return list(_recognized(event, tier, known))
+        if counts is None:
+            raise BatchUntranslatable(f"cache group {event.group_idx} does not say its kind; vLLM 0.24 and later do")
+        return (_stored(event, tier),) if counts else ()
 
 
 def decode_batch(payload: bytes) -> PublishedBatch:

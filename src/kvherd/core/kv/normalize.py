@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 
 from kvherd.core.kv.events import ExtraKey, Tier
 
-_TIERS = {
+_TIERS: dict[str | None, Tier] = {
+    None: Tier.DEVICE,
     "GPU": Tier.DEVICE,
     "CPU": Tier.HOST,
     "CPU_PINNED": Tier.HOST,
@@ -26,7 +27,7 @@ FULL_ATTENTION_KINDS = frozenset({"full_attention", "mla_attention", "sink_full_
 
 def tier_of(medium: str | None) -> Tier:
     """The tier an engine means. One that we do not know is external, the tier that is given no credit."""
-    return Tier.DEVICE if medium is None else _TIERS.get(medium.upper(), Tier.EXTERNAL)
+    return _TIERS.get(medium) or _TIERS.get((medium or "").upper(), Tier.EXTERNAL)
 
 
 def medium_of(tier: Tier) -> str:

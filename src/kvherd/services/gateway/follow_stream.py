@@ -107,7 +107,7 @@ class Following:
     def _take_batch(self, batch: KvEventBatch, now_s: float) -> None:
         if batch.rank in self._chunks:
             raise EpochEnded("a snapshot was broken off by a batch")
-        cursor = self._cursors.setdefault(batch.rank, RankCursor())
+        cursor = self._cursors.get(batch.rank) or self._cursors.setdefault(batch.rank, RankCursor())
         match cursor.judge(batch.sequence, _mark(batch)):
             case Admitted():
                 self.told += 1
@@ -151,4 +151,5 @@ class Following:
 
 def _mark(batch: KvEventBatch) -> int:
     """Tells batches of one number apart. Tokens are left out: the engine's hashes stand for them."""
-    return hash((batch.timestamp_s, *(getattr(event, "block_hashes", None) for event in batch.events)))
+    told = [None if isinstance(event, CacheCleared) else event.block_hashes for event in batch.events]
+    return hash((batch.timestamp_s, *told))
