@@ -26,6 +26,8 @@ QUEUED_FRAMES: Final = 10_000
 """Frames that wait to be read; a publisher drops what is beyond, and the gap is replayed."""
 PIECE_FRAMES: Final = 1_000
 AT_ONCE: Final = 256
+HANDSHAKE_MS: Final = 3_000
+"""A connection that is accepted and then silent is given up, and made anew."""
 _KEEPALIVE: Final = {
     zmq.TCP_KEEPALIVE: 1,
     zmq.TCP_KEEPALIVE_IDLE: 2,
@@ -74,6 +76,7 @@ class ZmqFrameFeed:
         self._sub.set(zmq.RECONNECT_IVL, 50)
         self._sub.set(zmq.RECONNECT_IVL_MAX, 1_000)
         self._sub.subscribe(self._topic)
+        self._sub.set(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
         for option, value in _KEEPALIVE.items():
             self._sub.set(option, value)
         self._publishers, self._failed = 0, False

@@ -71,9 +71,9 @@ class Stage:
         async with asyncio.timeout(5):
             await until(lambda: not self.followers.credit(ANN), within_s=5)
 
-    async def cut(self) -> None:
+    def cut(self) -> None:
         for wire in self.wires:
-            await wire.cut()
+            wire.cut()
 
     def mend(self) -> None:
         for wire in self.wires:
@@ -120,14 +120,14 @@ async def followed(
     async with AsyncExitStack() as stack:
         wires: list[Forwarder] = []
 
-        async def reach(endpoint: str) -> str:
+        def reach(endpoint: str) -> str:
             if not wired:
                 return endpoint
-            wires.append(await stack.enter_async_context(Forwarder(urlsplit(endpoint).port or 0)))
+            wires.append(stack.enter_context(Forwarder(urlsplit(endpoint).port or 0)))
             return f"tcp://127.0.0.1:{wires[-1].port}"
 
         places = {
-            one.rank: (await reach(one.events_endpoint), await reach(one.replay_endpoint) if way.replay else None)
+            one.rank: (reach(one.events_endpoint), reach(one.replay_endpoint) if way.replay else None)
             for one in publishers
         }
 
@@ -166,7 +166,7 @@ async def test_a_restart_while_nobody_could_see_it_is_seen_afterwards(way: Way, 
         for number in (1, 2, 3):
             await publisher.publish(stored(number * 10, blocks=2))
         await stage.is_true()
-        await stage.cut()
+        stage.cut()
         await publisher.restart()
         for number in range(silent):
             await publisher.publish(stored(500 + number))
@@ -181,7 +181,7 @@ async def test_an_engine_that_is_cut_off_loses_its_credit_until_it_is_back(way: 
     async with FakePublisher() as publisher, followed(way, publisher, wired=True) as stage:
         await publisher.publish(stored(1, blocks=3))
         await stage.is_true()
-        await stage.cut()
+        stage.cut()
         await publisher.publish(removed(2), stored(7))
         await stage.loses_credit()
         assert "connection" in stage.followers.view(ANN).reason
@@ -375,7 +375,7 @@ async def test_a_gap_without_replay_leaves_what_came_since(way: Way) -> None:
 async def test_without_replay_a_cut_costs_everything_known(way: Way) -> None:
     async with FakePublisher() as publisher, followed(way, publisher, wired=True) as stage:
         await heard(stage, publisher)
-        await stage.cut()
+        stage.cut()
         await stage.loses_credit()
         stage.mend()
         while not stage.followers.credit(ANN):
@@ -552,7 +552,7 @@ async def test_a_subscriber_in_a_storm_of_faults_ends_up_right(way: Way) -> None
                 number += 1
                 await publisher.publish(stored(number), removed(number - 20), lost=number % 7 == 0)
             if turn % 3 == 0:
-                await stage.cut()
+                stage.cut()
                 stage.mend()
             if turn % 4 == 1:
                 await publisher.restart()
