@@ -8,6 +8,7 @@ import uuid
 import zipfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -185,6 +186,24 @@ def test_an_idle_engine_flushes_and_a_busy_one_refuses_or_exceeds_its_time(stub:
         flush(stub, -1)
 
 
+def test_a_profile_starts_once_and_stops_once(stub: Any, tmp_path: Path) -> None:
+    wanted = common_pb2.StartProfileRequest(output_dir=str(tmp_path), activities=["CPU", "GPU"])
+    begun = stub.StartProfile(wanted, timeout=DEADLINE_S)
+    assert (begun.success, "GPU records nothing" in begun.message) == (True, True)
+    with refused("FAILED_PRECONDITION", "is on; stop it first"):
+        stub.StartProfile(wanted, timeout=DEADLINE_S)
+    complete(stub, fresh_prompt())
+    ended = stub.StopProfile(common_pb2.StopProfileRequest(), timeout=DEADLINE_S)
+    assert (ended.success, "recorded 4 steps" in ended.message) == (True, True)
+    assert [path.name in ended.message for path in tmp_path.iterdir()] == [True]
+    with refused("FAILED_PRECONDITION", "no profile is on"):
+        stub.StopProfile(common_pb2.StopProfileRequest(), timeout=DEADLINE_S)
+    (tmp_path / "file").write_text("")
+    nowhere = common_pb2.StartProfileRequest(output_dir=str(tmp_path / "file"))
+    answer = stub.StartProfile(nowhere, timeout=DEADLINE_S)
+    assert (answer.success, "cannot write into" in answer.message) == (False, True)
+
+
 @pytest.mark.parametrize("name", sorted(NOT_DONE))
 def test_what_the_engine_does_not_do_is_unimplemented(stub: Any, name: str) -> None:
     request = getattr(pb, f"{name}Request", None) or getattr(common_pb2, f"{name}Request")
@@ -194,7 +213,9 @@ def test_what_the_engine_does_not_do_is_unimplemented(stub: Any, name: str) -> N
 
 def test_every_method_of_the_service_is_driven_here() -> None:
     driven = {"Generate", "Abort", "HealthCheck", "GetModelInfo", "GetServerInfo", "GetLoads", "GetTokenizer"}
-    assert driven | {"FlushCache", "SubscribeKvEvents"} | NOT_DONE == set(SERVICE.methods_by_name)
+    assert driven | {"FlushCache", "StartProfile", "StopProfile", "SubscribeKvEvents"} | NOT_DONE == set(
+        SERVICE.methods_by_name
+    )
 
 
 # --- KV events ---------------------------------------------------------------------------------

@@ -42,14 +42,18 @@ class Generations:
         """As the scheduler's, but nothing wrong reaches it: raises `CallerError` first. Stop strings are ignored."""
         check_request(request, self._scheduler.ranks)
         began_s = time.perf_counter()
-        first = True
+        last_s: float | None = None
         outcome = Outcome.LEFT
         try:
             async with aclosing(cast(Deltas, self._scheduler.generate(request))) as deltas:
                 async for delta in deltas:
-                    if first and delta.token_ids:
-                        first = False
-                        self._metrics.first_token(time.perf_counter() - began_s)
+                    if delta.token_ids:
+                        now_s = time.perf_counter()
+                        if last_s is None:
+                            self._metrics.first_token(now_s - began_s)
+                        else:
+                            self._metrics.next_tokens(now_s - last_s, len(delta.token_ids))
+                        last_s = now_s
                     if delta.finish is not None:
                         outcome = Outcome.ABORTED if delta.finish.reason is FinishReason.ABORT else Outcome.FINISHED
                     yield delta

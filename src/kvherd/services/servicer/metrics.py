@@ -38,6 +38,15 @@ def _share(part: float, whole: float) -> float:
     return part / whole if whole else 0.0
 
 
+def _tokens_in(blocks: str) -> Callable[[RankLoad], float]:
+    def tokens(load: RankLoad) -> float:
+        count: int = getattr(load, blocks)
+        size = _share(load.capacity_tokens, load.used_blocks + load.cached_blocks + load.free_blocks)
+        return count * size
+
+    return tokens
+
+
 _GAUGES = (
     _Figure("sglang:num_running_reqs", "Requests in the running batch.", lambda load: load.running),
     _Figure("sglang:num_queue_reqs", "Requests that wait to be admitted.", lambda load: load.waiting),
@@ -52,9 +61,15 @@ _GAUGES = (
         "Share of prompt tokens, since the start, that were cached.",
         lambda load: _share(load.cached_tokens_total, load.prompt_tokens_total),
     ),
+    _Figure("sglang:kv_used_tokens", "Pool slots in blocks that running requests use.", _tokens_in("used_blocks")),
+    _Figure("sglang:kv_evictable_tokens", "Pool slots in cached blocks nobody uses.", _tokens_in("cached_blocks")),
+    _Figure("sglang:kv_available_tokens", "Pool slots in free blocks.", _tokens_in("free_blocks")),
+    _Figure("sglang:hicache_host_used_tokens", "Tokens in the host tier.", lambda load: load.host_used_tokens),
+    _Figure("sglang:hicache_host_total_tokens", "Tokens it can hold.", lambda load: load.host_capacity_tokens),
     _Figure("sglang:gen_throughput", "Output tokens per second.", lambda load: load.gen_tokens_per_s),
     _Figure("kvherd_pool_capacity_tokens", "Tokens that the pool holds.", lambda load: load.capacity_tokens),
     _Figure("kvherd_pool_active_tokens", "Pool slots that running requests pin.", lambda load: load.active_tokens),
+    _Figure("kvherd_flushes_waiting", "Flushes that wait for an idle moment.", lambda load: load.flushes_waiting),
     _Figure(
         "kvherd_waiting_uncached_tokens",
         "Prompt tokens of waiting requests that are not cached.",
@@ -69,6 +84,11 @@ _TOTALS = (
     _Figure("sglang:num_requests", "Requests taken.", lambda load: load.requests_total),
     _Figure("sglang:num_aborted_requests", "Requests aborted.", lambda load: load.aborts_total),
     _Figure("kvherd_flushes", "Times the cache was cleared by order.", lambda load: load.flushes_total),
+    _Figure(
+        "kvherd_host_loaded_tokens",
+        "Tokens brought back from the host tier.",
+        lambda load: load.host_loaded_tokens_total,
+    ),
     _Figure("kvherd_steps", "Steps of the scheduler.", lambda load: load.steps_total),
 )
 
@@ -120,6 +140,7 @@ class EngineMetrics:
         self._registry.register(_Loads(model, lambda: scheduler.loads))
         self._registry.register(_Orders(model, scheduler))
         self._ttft = self._seconds("sglang:time_to_first_token_seconds", "From the request to its first token.", model)
+        self._itl = self._seconds("sglang:inter_token_latency_seconds", "Between two tokens of one answer.", model)
         self._whole = self._seconds("sglang:e2e_request_latency_seconds", "From the request to its end.", model)
         self._ended = Counter(
             "kvherd_generations",
@@ -135,6 +156,11 @@ class EngineMetrics:
 
     def first_token(self, after_s: float) -> None:
         self._ttft.observe(after_s)
+
+    def next_tokens(self, after_s: float, count: int) -> None:
+        """So many tokens came together, so long after the last."""
+        for _ in range(count):
+            self._itl.observe(after_s / count)
 
     def ended(self, after_s: float, outcome: Outcome) -> None:
         self._whole.observe(after_s)
