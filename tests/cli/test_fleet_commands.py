@@ -4,12 +4,15 @@ import json
 import threading
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from kvherd.cli.main import main
 from kvherd.cli.watching import busy_line
+from kvherd.testing.processes import can_bind, wait_until
 
 pytestmark = pytest.mark.net
 
@@ -231,3 +234,37 @@ def test_something_else_on_that_port_is_not_taken_for_a_gateway(
 ) -> None:
     assert run("workers", "--gateway", gateway_that_says(200, b"<html>hello</html>")) == 3
     assert "is not a kvherd gateway" in capsys.readouterr().err
+
+
+def test_a_profile_begins_and_ends_with_an_outcome_for_each_worker(
+    gateway_that_says: Says, capsys: pytest.CaptureFixture[str]
+) -> None:
+    worker = {"url": "http://a", "kind": "kvherd-http", "outcome": "done", "message": "recorded 5 steps"}
+    body = {"success": True, "message": "1 of 1 worker stopped", "files": ["/tmp/a.trace.json"], "workers": [worker]}
+    url = gateway_that_says(200, body)
+    assert run("profile", "start", "--worker", "all", "--num-steps", "5", "--gateway", url) == 0
+    assert run("profile", "stop", "--gateway", url) == 0
+    assert asked == ["POST /start_profile?worker=all", "POST /stop_profile"]
+    assert capsys.readouterr().out.splitlines()[-1] == "/tmp/a.trace.json"
+    assert run("profile", "stop", "--gateway", gateway_that_says(207, body | {"success": False})) == 1
+
+
+def test_a_trace_is_served_to_the_viewer_once_and_to_nobody_else(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trace = tmp_path / "a b.trace.json"
+    trace.write_text("[]")
+    opening = threading.Thread(target=run, args=("profile", "open", str(trace), "--no-browser"))
+    opening.start()
+    wait_until(lambda: not can_bind(9001), within_s=10, what="the trace is served")
+    assert httpx.get("http://127.0.0.1:9001/etc/passwd", timeout=5).status_code == 404
+    answer = httpx.get("http://127.0.0.1:9001/a%20b.trace.json", timeout=5)
+    opening.join(10)
+    assert not opening.is_alive()
+    assert (answer.text, answer.headers["access-control-allow-origin"]) == ("[]", "https://ui.perfetto.dev")
+    assert "url=http://127.0.0.1:9001/a%20b.trace.json" in capsys.readouterr().out
+
+
+def test_a_trace_that_is_not_there_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("profile", "open", "/nowhere.json") == 2
+    assert capsys.readouterr().err == "kvherd: TRACE: there is no file /nowhere.json\n"

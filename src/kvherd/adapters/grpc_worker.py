@@ -11,13 +11,15 @@ from smg_grpc_proto.generated import common_pb2
 from kvherd.adapters.grpc_channel import connect, open_channel, rpc_errors
 from kvherd.adapters.grpc_dialects import SGLANG, find_dialect
 from kvherd.adapters.grpc_generations import GrpcGenerations, ModelTraits
+from kvherd.adapters.grpc_sidecar import GrpcSidecar
 from kvherd.adapters.grpc_tokenizer import tokenizer_over
-from kvherd.core.errors import WorkerFailed, WorkerRefused, WorkerUnsupported
+from kvherd.core.errors import FieldInvalid, WorkerFailed, WorkerRefused, WorkerUnreachable, WorkerUnsupported
 from kvherd.core.ids import WorkerId
 from kvherd.ports.worker import (
     Call,
     FlushAnswer,
     Opened,
+    ProfileAnswer,
     RankOutcome,
     Responder,
     WorkerFacts,
@@ -41,6 +43,7 @@ class GrpcWorker:
     def __init__(self, worker: WorkerId, target: str | None = None) -> None:
         self._id = worker
         self._channel = open_channel(target or worker)
+        self._sidecar = GrpcSidecar(worker, target or worker)
         self._dialect = SGLANG
         self._generations: GrpcGenerations | None = None
         self._can_hold = False
@@ -117,7 +120,41 @@ class GrpcWorker:
         flushed = FlushAnswer(answer.success, answer.message, _rank_outcomes(trailers))
         return not_held(flushed) if hold and not self._can_hold else flushed
 
+    async def start_profile(self, fields: Mapping[str, object]) -> ProfileAnswer:
+        """Over the sidecar, which takes every field; without one over gRPC, which has a few of them."""
+        try:
+            return await self._sidecar.start_profile(fields)
+        except WorkerUnreachable:
+            order = _start_profile(fields, f"{self._sidecar.address.authority} (its sidecar) does not answer")
+        return await self._profile("StartProfile", order)
+
+    async def stop_profile(self) -> ProfileAnswer:
+        try:
+            return await self._sidecar.stop_profile()
+        except WorkerUnreachable:
+            return await self._profile("StopProfile", common_pb2.StopProfileRequest())
+
+    async def metrics(self) -> bytes:
+        try:
+            return await self._sidecar.metrics()
+        except WorkerUnreachable:
+            where = self._sidecar.address.authority
+            raise WorkerUnsupported(self._id, f"metrics (no sidecar answers at {where})") from None
+
+    async def _profile(
+        self, call: str, order: common_pb2.StartProfileRequest | common_pb2.StopProfileRequest
+    ) -> ProfileAnswer:
+        if self._dialect.stub is None:
+            raise WorkerUnsupported(self._id, "profiling")
+        await connect(self._channel, self._id)
+        with rpc_errors(self._id, call):
+            answer = await getattr(self._stub(), call)(order)
+        if not answer.success:
+            raise WorkerRefused(self._id, answer.message or f"{call} was not obeyed")
+        return ProfileAnswer(answer.message)
+
     async def close(self) -> None:
+        await self._sidecar.close()
         await self._channel.close()
 
     # --- what it is -----------------------------------------------------------------------------------------
@@ -179,6 +216,15 @@ class GrpcWorker:
             max_context_tokens=model.max_context_length,
             events_url=self._id,
         )
+
+
+def _start_profile(fields: Mapping[str, object], why: str) -> common_pb2.StartProfileRequest:
+    """Raises `FieldInvalid` for a field that the protocol does not have."""
+    known = common_pb2.StartProfileRequest.DESCRIPTOR.fields_by_name
+    for name in fields:
+        if name not in known:
+            raise FieldInvalid(name, f"does not reach this worker: gRPC has no such field, and {why}")
+    return common_pb2.StartProfileRequest(**fields)
 
 
 def _whole(values: Mapping[str, Any], name: str) -> int:

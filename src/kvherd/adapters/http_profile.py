@@ -1,4 +1,4 @@
-"""Profiling an engine over HTTP: vLLM and SGLang have the same two routes, and different fields."""
+"""Profiling an engine over HTTP, and its metrics: vLLM and SGLang have the same routes, and different fields."""
 
 from collections.abc import Mapping
 
@@ -7,24 +7,41 @@ import msgspec
 from kvherd.adapters.http_exchange import HttpAsker
 from kvherd.core.errors import FieldInvalid, WorkerRefused, WorkerUnsupported
 from kvherd.core.ids import WorkerId
-from kvherd.ports.worker import WorkerKind
+from kvherd.ports.worker import ProfileAnswer, WorkerKind
 
 
-async def start_profile(worker: WorkerId, asker: HttpAsker, kind: WorkerKind, fields: Mapping[str, object]) -> str:
+async def start_profile(
+    worker: WorkerId, asker: HttpAsker, kind: WorkerKind, fields: Mapping[str, object]
+) -> ProfileAnswer:
     """`fields` are SGLang's; vLLM would ignore each of them without a word, so there must be none."""
     if kind is WorkerKind.VLLM_HTTP and fields:
         raise FieldInvalid(min(fields), "means nothing to vLLM, which takes it from --profiler-config when it starts")
     return await _ordered(worker, asker, "/start_profile", msgspec.json.encode(dict(fields)) if fields else b"")
 
 
-async def stop_profile(worker: WorkerId, asker: HttpAsker) -> str:
+async def stop_profile(worker: WorkerId, asker: HttpAsker) -> ProfileAnswer:
     return await _ordered(worker, asker, "/stop_profile", b"")
 
 
-async def _ordered(worker: WorkerId, asker: HttpAsker, path: str, body: bytes) -> str:
+async def _ordered(worker: WorkerId, asker: HttpAsker, path: str, body: bytes) -> ProfileAnswer:
     answer = await asker.ask("POST", path, body=body)
     if answer.status == 404:
         raise WorkerUnsupported(worker, f"profiling (it has no {path}; vLLM has it with a --profiler-config only)")
     if not answer.ok:
         raise WorkerRefused(worker, f"HTTP {answer.status}: {answer.reason()}")
-    return answer.reason() if answer.body.strip() else "done"
+    told = answer.document()
+    files, profile_id = told.get("files"), told.get("profile_id")
+    return ProfileAnswer(
+        message=answer.reason() if answer.body.strip() else "done",
+        profile_id=profile_id if isinstance(profile_id, str) else "",
+        files=tuple(map(str, files)) if isinstance(files, list) else (),
+    )
+
+
+async def engine_metrics(worker: WorkerId, asker: HttpAsker) -> bytes:
+    answer = await asker.ask("GET", "/metrics")
+    if answer.status == 404:
+        raise WorkerUnsupported(worker, "metrics (it has no /metrics)")
+    if not answer.ok:
+        raise WorkerRefused(worker, f"GET /metrics gave HTTP {answer.status}: {answer.reason()}")
+    return answer.body

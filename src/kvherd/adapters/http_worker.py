@@ -7,7 +7,7 @@ from kvherd.adapters.http_detect import detect, sum_of
 from kvherd.adapters.http_exchange import HttpAnswer, HttpAsker
 from kvherd.adapters.http_flush import flush_by_url, flush_vllm
 from kvherd.adapters.http_pool import HttpPool, UpstreamBroken, UpstreamUnreachable
-from kvherd.adapters.http_profile import start_profile, stop_profile
+from kvherd.adapters.http_profile import engine_metrics, start_profile, stop_profile
 from kvherd.adapters.http_url import http_address
 from kvherd.adapters.usage_sniffer import UsageSniffer
 from kvherd.core.errors import WorkerFailed, WorkerRefused, WorkerUnreachable, WorkerUnsupported
@@ -16,6 +16,7 @@ from kvherd.ports.worker import (
     Call,
     FlushAnswer,
     Opened,
+    ProfileAnswer,
     Responder,
     WorkerFacts,
     WorkerKind,
@@ -44,7 +45,7 @@ _REASON_BYTES = 64 * 1024
 
 
 class HttpWorker:
-    """`ports.profiler.ProfiledWorker` over HTTP/1.1. Raises `OptionInvalid` for a base URL that names no worker.
+    """Implements `ports.worker.Worker` over HTTP/1.1. Raises `OptionInvalid` for a base URL that names no worker.
 
     With `api_key`, it takes the place of whatever authorization a client sent.
     """
@@ -134,12 +135,15 @@ class HttpWorker:
             case _:
                 assert_never(facts.kind)
 
-    async def start_profile(self, fields: Mapping[str, object]) -> str:
+    async def start_profile(self, fields: Mapping[str, object]) -> ProfileAnswer:
         facts = self._facts or await self.detect()
         return await start_profile(self._id, self._asker, facts.kind, fields)
 
-    async def stop_profile(self) -> str:
+    async def stop_profile(self) -> ProfileAnswer:
         return await stop_profile(self._id, self._asker)
+
+    async def metrics(self) -> bytes:
+        return await engine_metrics(self._id, self._asker)
 
     async def close(self) -> None:
         await self._pool.close()

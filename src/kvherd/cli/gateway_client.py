@@ -28,7 +28,9 @@ class Answer:
     body: bytes
 
 
-def ask(method: str, base_url: str, path: str, *, timeout_s: float, admin_key: str | None = None) -> Answer:
+def ask(
+    method: str, base_url: str, path: str, *, timeout_s: float, admin_key: str | None = None, body: bytes = b""
+) -> Answer:
     """Raises `GatewayUnreachable` if no HTTP answer comes; no socket operation takes longer than `timeout_s`."""
     url = urlsplit(base_url)
     if url.scheme != "http" or not url.hostname:
@@ -36,7 +38,7 @@ def ask(method: str, base_url: str, path: str, *, timeout_s: float, admin_key: s
     connection = http.client.HTTPConnection(url.hostname, url.port or 80, timeout=timeout_s)
     try:
         headers = {"Authorization": f"Bearer {admin_key}"} if admin_key else {}
-        connection.request(method, url.path.rstrip("/") + path, headers=headers)
+        connection.request(method, url.path.rstrip("/") + path, body=body or None, headers=headers)
         response = connection.getresponse()
         return Answer(response.status, response.read())
     except TimeoutError as error:
@@ -48,13 +50,13 @@ def ask(method: str, base_url: str, path: str, *, timeout_s: float, admin_key: s
 
 
 def ask_json(
-    method: str, base_url: str, path: str, *, timeout_s: float, admin_key: str | None
+    method: str, base_url: str, path: str, *, timeout_s: float, admin_key: str | None, body: bytes = b""
 ) -> tuple[int, dict[str, Any]]:
     """The status and the JSON object a gateway answered.
 
     Anything else is not a gateway: `GatewayUnreachable`. An error that it answers is told, and ends the command with 1.
     """
-    answer = ask(method, base_url, path, timeout_s=timeout_s, admin_key=admin_key)
+    answer = ask(method, base_url, path, timeout_s=timeout_s, admin_key=admin_key, body=body)
     try:
         decoded = json.loads(answer.body)
     except ValueError:

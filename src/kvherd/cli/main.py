@@ -15,7 +15,7 @@ import typer
 
 from kvherd.core.errors import GatewayUnreachable, KvherdError, OptionInvalid
 
-COMMANDS = ("up", "engine", "gateway", "bridge", "workers", "flush", "audit")
+COMMANDS = ("up", "engine", "gateway", "bridge", "workers", "flush", "profile", "audit")
 
 EXIT_FAILED = 1
 EXIT_USAGE = 2
@@ -33,7 +33,11 @@ def build_app(arguments: Sequence[str]) -> typer.Typer:
     app.callback()(_kvherd)
     named = next((word for word in arguments if not word.startswith("-")), None)
     for name in (named,) if named in COMMANDS else COMMANDS:
-        app.command(name)(import_module(f"kvherd.cli.{name}").command)
+        module = import_module(f"kvherd.cli.{name}")
+        if hasattr(module, "app"):
+            app.add_typer(module.app, name=name)
+        else:
+            app.command(name)(module.command)
     return app
 
 

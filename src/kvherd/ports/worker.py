@@ -108,6 +108,15 @@ Opened = Callable[[], None]
 """Called once when an order is on its way: connected and sent, only the engine's answer is awaited."""
 
 
+@dataclass(frozen=True, slots=True)
+class ProfileAnswer:
+    """What became of an order to begin or end a profile, in the engine's own words; where its traces are, if told."""
+
+    message: str
+    profile_id: str = ""
+    files: tuple[str, ...] = ()
+
+
 def not_held(answer: FlushAnswer) -> FlushAnswer:
     """The answer of an engine that cannot hold requests and was asked to."""
     return replace(answer, message="; ".join(filter(None, (answer.message, NOT_HELD))))
@@ -155,6 +164,22 @@ class Worker(Protocol):
 
         Raises `WorkerUnsupported` if this kind cannot flush. Calls `opened` once the order was sent.
         """
+        ...
+
+    async def start_profile(self, fields: Mapping[str, object]) -> ProfileAnswer:
+        """Begin a profile; `fields` are SGLang's, checked already (`wire/profile_fields`).
+
+        Raises `WorkerUnsupported` where the engine has no profiler, `WorkerRefused` with its reason where it will not
+        now, `FieldInvalid` for a field that no way to this engine carries.
+        """
+        ...
+
+    async def stop_profile(self) -> ProfileAnswer:
+        """End it; the traces are whole when this returns. Raises as `start_profile` does."""
+        ...
+
+    async def metrics(self) -> bytes:
+        """The engine's own metrics, in Prometheus' text format. Raises `WorkerUnsupported` if it has none."""
         ...
 
     async def close(self) -> None:

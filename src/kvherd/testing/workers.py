@@ -1,7 +1,7 @@
 """Workers that do what a test says, in no time of their own."""
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from kvherd.core.errors import WorkerError, WorkerFailed, WorkerUnsupported
@@ -11,6 +11,7 @@ from kvherd.ports.worker import (
     Call,
     FlushAnswer,
     Opened,
+    ProfileAnswer,
     RankOutcome,
     Responder,
     WorkerFacts,
@@ -82,6 +83,8 @@ class FakeWorker:
     usage: Usage | None = None
     loaded: WorkerLoad = field(default_factory=lambda: WorkerLoad(running=0, waiting=0))
     tokens: Callable[[bytes], list[int]] | None = None
+    tells_metrics: bytes = b""
+    profiled: list[dict[str, object]] = field(default_factory=list)
     flushes: int = 0
     held: int = 0
     opening_now: int = 0
@@ -150,6 +153,21 @@ class FakeWorker:
             opened()
         await asyncio.sleep(self.takes_s)
         return self.answer
+
+    async def start_profile(self, fields: Mapping[str, object]) -> ProfileAnswer:
+        await asyncio.sleep(self.opens_s + self.takes_s)
+        self._check()
+        self.profiled.append(dict(fields))
+        return ProfileAnswer("recording", "profile-1")
+
+    async def stop_profile(self) -> ProfileAnswer:
+        await asyncio.sleep(self.opens_s + self.takes_s)
+        self._check()
+        return ProfileAnswer("recorded", "profile-1", ("/tmp/profile-1-rank0.trace.json",))
+
+    async def metrics(self) -> bytes:
+        self._check()
+        return self.tells_metrics
 
     async def close(self) -> None:
         await asyncio.sleep(0)

@@ -42,6 +42,16 @@ def flush_report(report: FanoutReport) -> Json:
     }
 
 
+def profile_report(report: FanoutReport, done: str) -> Json:
+    """`done` is what became of a profile where the order was obeyed: started or stopped."""
+    return {
+        "success": report.success,
+        "message": report.message(done),
+        "files": [file for result in report.results for file in result.files],
+        "workers": [{**_result(result), "files": list(result.files)} for result in report.results],
+    }
+
+
 def _result(result: WorkerResult) -> Json:
     return {
         "url": result.worker,

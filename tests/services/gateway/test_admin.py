@@ -10,7 +10,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from kvherd.core.errors import WorkerUnreachable
+from kvherd.core.errors import WorkerUnreachable, WorkerUnsupported
 from kvherd.core.fleet.roster import Member
 from kvherd.core.fleet.truth import Claim, Truth
 from kvherd.core.ids import Epoch, WorkerId
@@ -343,3 +343,54 @@ async def test_every_metric_is_documented() -> None:
     names = {name for name in names if not name.endswith("_created")}
     assert len(names) > 10
     assert {name for name in names if f"`{name}`" not in page} == set()
+
+
+# --- profiles ---------------------------------------------------------------------------------------------
+
+
+async def test_one_worker_is_profiled_by_itself_and_several_when_they_are_named() -> None:
+    ann, bob = fake(ANN), fake(BOB)
+    async with gateway(ann) as client:
+        assert (await client.post("/start_profile")).status_code == 200
+    async with gateway(ann, bob) as client:
+        answer = await client.post("/start_profile", json={"num_steps": "5", "output_dir": None})
+        assert answer.status_code == 400
+        assert answer.json()["error"]["message"].startswith("worker: is missing; name one with ?worker=URL")
+        assert (await client.post(f"/start_profile?worker={BOB}", json={"num_steps": "5"})).status_code == 200
+        report = (await client.post("/stop_profile?worker=all")).json()
+        unknown = await client.post("/stop_profile?worker=http://nobody:1")
+    assert (ann.profiled, bob.profiled) == ([{}], [{"num_steps": "5"}])
+    assert (report["success"], report["message"]) == (True, "2 of 2 workers stopped")
+    assert [one["files"] for one in report["workers"]] == [["/tmp/profile-1-rank0.trace.json"]] * 2
+    assert unknown.status_code == 404
+
+
+async def test_a_field_of_a_profile_that_nobody_knows_reaches_no_worker() -> None:
+    ann = fake(ANN)
+    async with gateway(ann) as client:
+        for body in (b'{"num_stepz": 5}', b'{"num_steps": "five"}', b"{", b'{"with_stack": 1}'):
+            assert (await client.post("/start_profile", content=body)).status_code == 400
+        assert (await client.post("/stop_profile", json={"now": True})).status_code == 400
+    assert ann.profiled == []
+
+
+async def test_a_worker_that_cannot_be_profiled_costs_its_own_entry() -> None:
+    async with gateway(fake(ANN), fake(BOB, fails=WorkerUnsupported(BOB, "profiling"))) as client:
+        answer = await client.post("/start_profile?worker=all")
+        outcomes = [one["outcome"] for one in answer.json()["workers"]]
+    assert (answer.status_code, outcomes) == (200, ["done", "unsupported"])
+    assert answer.json()["success"] is False
+
+
+async def test_a_worker_that_never_answers_an_order_to_profile_times_out() -> None:
+    async with gateway(fake(ANN), fake(BOB, takes_s=HOURS)) as client:
+        report = (await client.post("/stop_profile?worker=all", timeout=HOURS)).json()
+    assert [one["outcome"] for one in report["workers"]] == ["done", "timed_out"]
+    assert asyncio.get_running_loop().time() == pytest.approx(605.1, abs=0.5)
+
+
+async def test_engines_metrics_are_one_page() -> None:
+    async with gateway(fake(ANN, tells_metrics=b"up 1\n"), fake(BOB, tells_metrics=b"up 0\n")) as client:
+        text = (await client.get("/engine_metrics")).text
+    assert f'up{{worker="{ANN}"}} 1.0' in text
+    assert f'up{{worker="{BOB}"}} 0.0' in text

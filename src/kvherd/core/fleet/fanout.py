@@ -40,7 +40,9 @@ class RankResult:
 
 @dataclass(frozen=True, slots=True)
 class WorkerResult:
-    """What became of the order at one worker. `ranks` is empty where the worker does not tell them apart."""
+    """What became of the order at one worker. `ranks` is empty where the worker does not tell them apart; `files` are
+    what it wrote, by its own account.
+    """
 
     worker: WorkerId
     kind: str
@@ -48,6 +50,7 @@ class WorkerResult:
     message: str
     seconds: float
     ranks: tuple[RankResult, ...] = ()
+    files: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

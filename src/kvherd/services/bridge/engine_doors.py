@@ -20,7 +20,6 @@ from smg_grpc_proto.generated import (
 from kvherd import __version__
 from kvherd.core.errors import FieldInvalid, Unsupported, WorkerError, WorkerTimedOut
 from kvherd.ports.kv_stream import Flushed, KvEventDoor
-from kvherd.ports.profiler import ProfiledWorker
 from kvherd.services.bridge import engine_answers
 from kvherd.services.kv_relay.grpc_edge import Context, Handler, rpc
 from kvherd.wire.sglang_pb import HOLD_KEY
@@ -45,7 +44,7 @@ class _Door:
     pb: ClassVar[ModuleType]
 
     def __init__(
-        self, engine: ProfiledWorker, events: KvEventDoor, *, flushed: Flushed, tokenizer_zip: bytes | None = None
+        self, engine: Worker, events: KvEventDoor, *, flushed: Flushed, tokenizer_zip: bytes | None = None
     ) -> None:
         self._engine = engine
         self._events = events
@@ -115,15 +114,15 @@ class _Door:
         self, request: common_pb2.StartProfileRequest, context: Context
     ) -> common_pb2.ProfileResponse:
         fields = json_format.MessageToDict(request, preserving_proto_field_name=True)
-        words = await self._asked(self._engine.start_profile(fields), within_s=PROFILE_S)
-        return common_pb2.ProfileResponse(success=True, message=words)
+        answer = await self._asked(self._engine.start_profile(fields), within_s=PROFILE_S)
+        return common_pb2.ProfileResponse(success=True, message=answer.message)
 
     @rpc
     async def StopProfile(  # noqa: N802 - the protocol names it
         self, request: common_pb2.StopProfileRequest, context: Context
     ) -> common_pb2.ProfileResponse:
-        words = await self._asked(self._engine.stop_profile(), within_s=PROFILE_S)
-        return common_pb2.ProfileResponse(success=True, message=words)
+        answer = await self._asked(self._engine.stop_profile(), within_s=PROFILE_S)
+        return common_pb2.ProfileResponse(success=True, message=answer.message)
 
     async def _asked(self, answer: Awaitable[T], *, within_s: float = ANSWER_S) -> T:
         try:

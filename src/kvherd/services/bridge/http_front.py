@@ -7,7 +7,6 @@ from grpc_reflection.v1alpha import reflection
 from smg_grpc_proto.generated import sglang_scheduler_pb2_grpc, vllm_engine_pb2_grpc
 
 from kvherd.ports.kv_stream import Flushed, KvEventDoor
-from kvherd.ports.profiler import ProfiledWorker
 from kvherd.services.bridge.engine_doors import SGLANG_SERVICE, VLLM_SERVICE, SglangDoor, VllmDoor
 
 _SERVICES = (SGLANG_SERVICE.full_name, VLLM_SERVICE.full_name)
@@ -17,7 +16,7 @@ class HttpFront:
     """Implements `services.bridge.bridge.Front`. `tokenizer_zip` is what GetTokenizer hands out, if anything."""
 
     def __init__(
-        self, engine: ProfiledWorker, events: KvEventDoor, *, flushed: Flushed, tokenizer_zip: bytes | None = None
+        self, engine: Worker, events: KvEventDoor, *, flushed: Flushed, tokenizer_zip: bytes | None = None
     ) -> None:
         self._sglang = SglangDoor(engine, events, flushed=flushed, tokenizer_zip=tokenizer_zip)
         self._vllm = VllmDoor(engine, events, flushed=flushed, tokenizer_zip=tokenizer_zip)

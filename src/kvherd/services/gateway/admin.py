@@ -12,12 +12,14 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from kvherd import __version__
 from kvherd.core.errors import FieldInvalid, KvherdError
+from kvherd.core.fleet.fanout import FanoutReport
 from kvherd.core.fleet.roster import Member
 from kvherd.services.gateway.console import Console
 from kvherd.services.gateway.fleet import WorkerSpec
-from kvherd.wire.fleet_json import flush_report
+from kvherd.wire.fleet_json import flush_report, profile_report
 from kvherd.wire.openai.body import parse_object
 from kvherd.wire.openai.errors import error_body
+from kvherd.wire.profile_fields import decode_start_profile, decode_stop_profile
 
 RETRY_AFTER_S = "5"
 
@@ -31,6 +33,9 @@ def build_app(console: Console, *, policy: str) -> Starlette:
         Route("/workers/{name:path}", routes.show_worker, methods=["GET"]),
         Route("/workers/{name:path}", routes.remove_worker, methods=["DELETE"]),
         Route("/flush_cache", routes.flush, methods=["POST"]),
+        Route("/start_profile", routes.start_profile, methods=["POST"]),
+        Route("/stop_profile", routes.stop_profile, methods=["POST"]),
+        Route("/engine_metrics", routes.engine_metrics, methods=["GET"]),
         Route("/audit", routes.audit, methods=["GET"]),
     ]
     anybody = [
@@ -97,6 +102,20 @@ class _Routes:
     async def audit(self, _: Request) -> Response:
         return JSONResponse(self._console.audit())
 
+    async def start_profile(self, request: Request) -> Response:
+        body = await request.body()
+        decode_start_profile(body)  # a field that nobody knows is refused here, for every worker
+        fields = {name: value for name, value in parse_object(body or b"{}").items() if value is not None}
+        report = await self._console.start_profile(request.query_params.get("worker"), fields)
+        return _profiled(report, "started")
+
+    async def stop_profile(self, request: Request) -> Response:
+        decode_stop_profile(await request.body())
+        return _profiled(await self._console.stop_profile(request.query_params.get("worker")), "stopped")
+
+    async def engine_metrics(self, _: Request) -> Response:
+        return Response(await self._console.engine_metrics(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
     async def models(self, _: Request) -> Response:
         roster = self._console.fleet.roster
         models = [
@@ -155,6 +174,11 @@ class _Routes:
     async def model(self, _: Request) -> Response:
         models = self._console.fleet.roster.models()
         return JSONResponse({"model_path": models[0] if models else "", "models": list(models), "is_generation": True})
+
+
+def _profiled(report: FanoutReport, done: str) -> Response:
+    headers = {"retry-after": RETRY_AFTER_S} if report.http_status == 503 else None
+    return JSONResponse(profile_report(report, done), status_code=report.http_status, headers=headers)
 
 
 def _worker_spec(body: dict[str, Any]) -> WorkerSpec:

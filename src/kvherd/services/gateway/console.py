@@ -3,20 +3,23 @@
 import asyncio
 import hmac
 import math
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Mapping
 from ipaddress import IPv6Address, ip_address
 
-from kvherd.core.errors import FieldInvalid, NotAllowed, WorkerUnknown
+from kvherd.core.errors import FieldInvalid, NotAllowed, WorkerError, WorkerUnknown
 from kvherd.core.fleet.fanout import FanoutReport
 from kvherd.core.fleet.roster import Member
 from kvherd.core.ids import WorkerId
 from kvherd.services.gateway.fleet import Fleet, WorkerSpec
 from kvherd.services.gateway.metrics import GatewayMetrics
-from kvherd.services.gateway.orders import Flushed, flush_fleet
+from kvherd.services.gateway.orders import Addressee, Flushed, flush_fleet, profile_fleet
 from kvherd.wire.audit_json import Audited, audit_report
+from kvherd.wire.engine_metrics import merge_metrics
 from kvherd.wire.fleet_json import Json, KvView, worker_entry
 
 LONGEST_FLUSH_S = 3600.0
+METRICS_S = 5.0
 
 
 class Console:
@@ -54,6 +57,37 @@ class Console:
         report = await flush_fleet(self.fleet.addressees(), timeout_s=timeout_s, hold=hold, flushed=self._flushed)
         self.metrics.flushed(report)
         return report
+
+    async def start_profile(self, worker: str | None, fields: Mapping[str, object]) -> FanoutReport:
+        """Begin a profile at that worker, or at `all`. Raises `FieldInvalid` or `WorkerUnknown`."""
+        return await profile_fleet(self._profiled(worker), lambda one: one.start_profile(fields))
+
+    async def stop_profile(self, worker: str | None) -> FanoutReport:
+        return await profile_fleet(self._profiled(worker), lambda one: one.stop_profile())
+
+    def _profiled(self, worker: str | None) -> list[Addressee]:
+        """Fleets that prefill and decode apart are profiled worker by worker, so that all is only who is named so."""
+        fleet = self.fleet.addressees()
+        if worker == "all" or (worker is None and len(fleet) <= 1):
+            return fleet
+        if worker is None:
+            raise FieldInvalid("worker", "is missing; name one with ?worker=URL, or the whole fleet with ?worker=all")
+        found = self._find(worker)
+        return [to for to in fleet if to.worker.id == found.worker]
+
+    async def engine_metrics(self) -> bytes:
+        """What all engines tell, each sample labelled with its worker; who tells nothing in time is left out."""
+        told: dict[WorkerId, bytes] = {}
+
+        async def ask(to: Addressee) -> None:
+            with contextlib.suppress(WorkerError, TimeoutError):
+                async with asyncio.timeout(METRICS_S):
+                    told[to.worker.id] = await to.worker.metrics()
+
+        async with asyncio.TaskGroup() as group:
+            for to in self.fleet.addressees():
+                group.create_task(ask(to))
+        return await asyncio.to_thread(merge_metrics, told)
 
     def workers(self) -> list[Json]:
         now_s = asyncio.get_running_loop().time()

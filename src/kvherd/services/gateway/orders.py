@@ -8,13 +8,13 @@ The deadline counts from the call and includes waiting for a slot and connecting
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
-from kvherd.core.errors import WorkerError, WorkerTimedOut
+from kvherd.core.errors import FieldInvalid, WorkerError, WorkerTimedOut
 from kvherd.core.fleet.fanout import FanoutReport, Outcome, RankResult, WorkerResult, outcome_of
 from kvherd.core.ids import WorkerId
-from kvherd.ports.worker import FlushAnswer, Worker
+from kvherd.ports.worker import FlushAnswer, ProfileAnswer, Worker
 from kvherd.wire.status import public_message
 
 log = logging.getLogger(__name__)
@@ -91,6 +91,40 @@ async def flush_fleet(
     return FanoutReport(tuple(task.result() for task in tasks))
 
 
+PROFILE_S = 605.0
+"""An engine has ten minutes to begin or end a profile: traces are large."""
+
+ProfileOrder = Callable[[Worker], Awaitable[ProfileAnswer]]
+
+
+async def profile_fleet(fleet: Sequence[Addressee], order: ProfileOrder, *, at_once: int = 32) -> FanoutReport:
+    """Give every worker this order about its profile, and return within `PROFILE_S` with one result a worker.
+
+    Raises nothing for a worker's sake.
+    """
+    started_s = asyncio.get_running_loop().time()
+    slots = asyncio.Semaphore(at_once)
+
+    async def give(to: Addressee) -> WorkerResult:
+        try:
+            async with asyncio.timeout_at(started_s + PROFILE_S), slots:
+                answer = await order(to.worker)
+        except TimeoutError:
+            return _result(to, Outcome.TIMED_OUT, str(WorkerTimedOut(to.worker.id, PROFILE_S)), started_s)
+        except FieldInvalid as error:
+            return _result(to, Outcome.REFUSED, str(error), started_s)
+        except WorkerError as error:
+            return _result(to, outcome_of(error), str(error), started_s)
+        except Exception as error:  # a defect in one adapter must not cost the other workers their order
+            log.exception("an order to profile %s failed unforeseen", to.worker.id)
+            return _result(to, Outcome.FAILED, public_message(error), started_s)
+        return _result(to, Outcome.DONE, answer.message, started_s, files=answer.files)
+
+    async with asyncio.TaskGroup() as group:
+        tasks = [group.create_task(give(to)) for to in fleet]
+    return FanoutReport(tuple(task.result() for task in tasks))
+
+
 async def _flush_in_slot(worker: Worker, slots: _Slots, *, timeout_s: float, hold: bool) -> tuple[float, FlushAnswer]:
     """Flush one worker, holding an opening slot no longer than its opening takes; tells when it was ordered."""
     await slots.opening.acquire()
@@ -121,7 +155,12 @@ def _answered(to: Addressee, answer: FlushAnswer, started_s: float) -> WorkerRes
 
 
 def _result(
-    to: Addressee, outcome: Outcome, message: str, started_s: float, ranks: tuple[RankResult, ...] = ()
+    to: Addressee,
+    outcome: Outcome,
+    message: str,
+    started_s: float,
+    ranks: tuple[RankResult, ...] = (),
+    files: tuple[str, ...] = (),
 ) -> WorkerResult:
     seconds = asyncio.get_running_loop().time() - started_s
-    return WorkerResult(to.worker.id, to.kind, outcome, message, round(seconds, 6), ranks)
+    return WorkerResult(to.worker.id, to.kind, outcome, message, round(seconds, 6), ranks, files)

@@ -1,0 +1,34 @@
+"""The HTTP sidecar of an engine on gRPC, one port above it: what its protocol has no field or call for."""
+
+from collections.abc import Mapping
+
+from kvherd.adapters.http_exchange import HttpAsker
+from kvherd.adapters.http_pool import HttpPool
+from kvherd.adapters.http_profile import engine_metrics, start_profile, stop_profile
+from kvherd.adapters.http_url import HttpAddress
+from kvherd.core.ids import WorkerId
+from kvherd.ports.worker import ProfileAnswer, WorkerKind
+
+
+class GrpcSidecar:
+    """Every call raises `WorkerUnreachable` where no sidecar listens."""
+
+    def __init__(self, worker: WorkerId, target: str) -> None:
+        """`target` is HOST:PORT of the engine's gRPC."""
+        host, _, port = target.removeprefix("grpc://").rpartition(":")
+        self._worker = worker
+        self.address = HttpAddress(host.strip("[]"), int(port) + 1)
+        self._pool = HttpPool(self.address.host, self.address.port)
+        self._asker = HttpAsker(worker, self.address, self._pool, api_key=None)
+
+    async def start_profile(self, fields: Mapping[str, object]) -> ProfileAnswer:
+        return await start_profile(self._worker, self._asker, WorkerKind.SGLANG_HTTP, fields)
+
+    async def stop_profile(self) -> ProfileAnswer:
+        return await stop_profile(self._worker, self._asker)
+
+    async def metrics(self) -> bytes:
+        return await engine_metrics(self._worker, self._asker)
+
+    async def close(self) -> None:
+        await self._pool.close()
