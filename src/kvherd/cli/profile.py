@@ -5,6 +5,7 @@ import json
 import socketserver
 import threading
 import webbrowser
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 from urllib.parse import quote, urlencode
@@ -34,7 +35,9 @@ WorkerOption = Annotated[
 def start(
     *,
     worker: WorkerOption = None,
-    output_dir: Annotated[str | None, typer.Option(help="Where the engine writes; its own choice if not given.")] = None,
+    output_dir: Annotated[
+        str | None, typer.Option(help="Where the engine writes; its own choice if not given.")
+    ] = None,
     num_steps: Annotated[int | None, typer.Option(min=1, help="Steps to record; until `stop` if not given.")] = None,
     with_stack: Annotated[bool, typer.Option("--with-stack", help="Sample the Python stack, too.")] = False,
     by_stage: Annotated[bool, typer.Option("--by-stage", help="One file for prefill, one for decode.")] = False,
@@ -91,7 +94,7 @@ def open_trace(
         try:
             server.server_bind()
         except OSError as error:
-            raise OptionInvalid("TRACE", f"port 9001, the only one that the viewer fetches from: {error.strerror}") from None
+            raise OptionInvalid("TRACE", f"port 9001, where the viewer looks: {error.strerror}") from None
         server.server_activate()
         threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.1}, daemon=True).start()
         url = f"{PERFETTO}/#!/?url=http://127.0.0.1:9001/{quote(trace.name)}"
@@ -106,7 +109,7 @@ def open_trace(
 
 
 def _order(
-    verb: str, worker: str | None, *, gateway: str, admin_key: str | None, as_json: bool, body: dict[str, object]
+    verb: str, worker: str | None, *, gateway: str, admin_key: str | None, as_json: bool, body: Mapping[str, object]
 ) -> None:
     query = f"?{urlencode({'worker': worker})}" if worker else ""
     _, answer = ask_json(
@@ -121,7 +124,7 @@ def _order(
         print(json.dumps(answer, indent=2))
     else:
         if answer.get("workers"):
-            print_table(HEADINGS, map(_row, answer["workers"]))
+            print_table(HEADINGS, map(_row, answer["workers"]), numeric=frozenset())
         print(answer.get("message"))
         for file in answer.get("files") or ():
             print(file)

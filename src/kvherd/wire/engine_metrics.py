@@ -19,7 +19,8 @@ def merge_metrics(pages: Mapping[WorkerId, bytes]) -> bytes:
     families: dict[tuple[str, str], Metric] = {}
     for worker, page in pages.items():
         for family in _families(page):
-            kept = families.setdefault((family.name, family.type), Metric(family.name, family.documentation, family.type))
+            fresh = Metric(family.name, family.documentation, family.type)
+            kept = families.setdefault((family.name, family.type), fresh)
             for sample in family.samples:
                 own = {f"exported_{name}" if name == LABEL else name: value for name, value in sample.labels.items()}
                 kept.samples.append(sample._replace(labels={LABEL: worker, **own}))

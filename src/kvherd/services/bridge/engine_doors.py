@@ -20,6 +20,7 @@ from smg_grpc_proto.generated import (
 from kvherd import __version__
 from kvherd.core.errors import FieldInvalid, Unsupported, WorkerError, WorkerTimedOut
 from kvherd.ports.kv_stream import Flushed, KvEventDoor
+from kvherd.ports.worker import Worker
 from kvherd.services.bridge import engine_answers
 from kvherd.services.kv_relay.grpc_edge import Context, Handler, rpc
 from kvherd.wire.sglang_pb import HOLD_KEY

@@ -7,6 +7,7 @@ from grpc_reflection.v1alpha import reflection
 from smg_grpc_proto.generated import sglang_scheduler_pb2_grpc, vllm_engine_pb2_grpc
 
 from kvherd.ports.kv_stream import Flushed, KvEventDoor
+from kvherd.ports.worker import Worker
 from kvherd.services.bridge.engine_doors import SGLANG_SERVICE, VLLM_SERVICE, SglangDoor, VllmDoor
 
 _SERVICES = (SGLANG_SERVICE.full_name, VLLM_SERVICE.full_name)

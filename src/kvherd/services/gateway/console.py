@@ -1,9 +1,9 @@
 """What an operator sees and orders. HTTP and gRPC are two ways to it."""
 
 import asyncio
+import contextlib
 import hmac
 import math
-import contextlib
 from collections.abc import Callable, Mapping
 from ipaddress import IPv6Address, ip_address
 

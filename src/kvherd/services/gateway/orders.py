@@ -151,7 +151,7 @@ def _answered(to: Addressee, answer: FlushAnswer, started_s: float) -> WorkerRes
     )
     missed = Outcome.TIMED_OUT if answer.timed_out else Outcome.REFUSED
     outcome = Outcome.DONE if answer.done else missed
-    return _result(to, outcome, answer.message, started_s, ranks)
+    return _result(to, outcome, answer.message, started_s, ranks=ranks)
 
 
 def _result(
@@ -159,6 +159,7 @@ def _result(
     outcome: Outcome,
     message: str,
     started_s: float,
+    *,
     ranks: tuple[RankResult, ...] = (),
     files: tuple[str, ...] = (),
 ) -> WorkerResult:
