@@ -26,11 +26,11 @@ HELLO = [{"role": "system", "content": "You answer in one word. " * 16}, {"role"
 def stock() -> Iterator[tuple[StockServer, Start]]:
     port = free_ports((0, 1, 2))
     events, replay = (f"tcp://127.0.0.1:{port + offset}" for offset in (1, 2))
-    server = sglang(port, events=events, replay=replay, page_size=1, replay_batches=1)
+    server = sglang(port, events=events, replay=replay, page_size=1, replay_batches=5)
     with ExitStack() as stack:
         StockEngine(server, stack.enter_context).await_ready()
-        for number in range(3):
-            stream_of(server.url, "/v1/chat/completions", messages=HELLO[:1] * (number + 1))
+        for number in range(8):
+            stream_of(server.url, "/v1/chat/completions", messages=HELLO[:1] + HELLO[1:] * (number + 1))
         yield server, lambda *words: stack.enter_context(KvherdProcess(*words))
 
 
@@ -38,6 +38,7 @@ def follow(stock: tuple[StockServer, Start], *options: str) -> GatewayProcess:
     server, start = stock
     gateway = begin_gateway(start, server.direct_worker, up=1, options=options)
     wait_until(lambda: is_live(gateway), within_s=20, what="its events are followed")
+    wait_until(lambda: bool(gateway.workers()[0]["tokenization"]), within_s=30, what="its tokens are compared")
     return gateway
 
 
@@ -69,8 +70,11 @@ def test_a_sampled_stream_is_what_the_engine_says_unasked(stock: tuple[StockServ
     for path, asked in streams:
         plain = told(stream_of(server.url, path, **asked))
         assert [told(stream_of(gateway.url, path, **asked)) for _ in range(3)] == [plain] * 3
-    assert truth_of(gateway)["unavailable"] == 1, "all but the first were asked for their usage"
-    assert truth_of(gateway)["wrong"] == 0
+    truth = truth_of(gateway)
+    assert 1 <= truth["unavailable"] < 4, (
+        "the first was not asked, and what others did there at that moment keeps from it"
+    )
+    assert (truth["wrong"], truth["decided"] + truth["undecided"]) == (0, 6 - truth["unavailable"])
 
 
 def told(stream: str) -> tuple[str, list[str]]:

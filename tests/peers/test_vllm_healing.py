@@ -30,14 +30,10 @@ def late(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[StockServer
     """An engine that holds chats which its replay does not reach back to."""
     sockets: Path = tmp_path_factory.mktemp("v")
     port = free_ports((0,))
-    server = vllm(port, events=f"ipc://{sockets}/events", replay=f"ipc://{sockets}/replay", replay_batches=2)
+    server = vllm(port, events=f"ipc://{sockets}/events", replay=f"ipc://{sockets}/replay", replay_batches=5)
     with ExitStack() as stack:
         StockEngine(server, stack.enter_context).await_ready()
-        for messages in (
-            *CHATS,
-            [{"role": "user", "content": "Hello! " * 40}],
-            [{"role": "user", "content": "2 " * 99}],
-        ):
+        for messages in (*CHATS, *([{"role": "user", "content": f"Hello {number}! " * 30}] for number in range(6))):
             body = {"model": MODEL, "messages": messages, "max_tokens": 2}
             assert httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=120).status_code == 200
         yield server, lambda *words: stack.enter_context(KvherdProcess(*words))
@@ -47,6 +43,7 @@ def follow(late: tuple[StockServer, Start], *options: str) -> GatewayProcess:
     server, start = late
     gateway = begin_gateway(start, server.direct_worker, up=1, options=options)
     wait_until(lambda: is_live(gateway), within_s=20, what="its events are followed")
+    wait_until(lambda: bool(gateway.workers()[0]["tokenization"]), within_s=30, what="its tokens are compared")
     return gateway
 
 
@@ -84,8 +81,11 @@ def test_a_sampled_stream_is_what_the_engine_says_unasked(late: tuple[StockServe
         plain = [stream_of(server.url, path, **asked) for _ in range(2)]
         assert plain[0] == plain[1]
         assert [stream_of(gateway.url, path, **asked) for _ in range(3)] == [plain[0]] * 3
-    assert truth_of(gateway)["unavailable"] == 1, "all but the first were asked for their usage"
-    assert truth_of(gateway)["wrong"] == 0
+    truth = truth_of(gateway)
+    assert 1 <= truth["unavailable"] < 4, (
+        "the first was not asked, and what others did there at that moment keeps from it"
+    )
+    assert (truth["wrong"], truth["decided"] + truth["undecided"]) == (0, 6 - truth["unavailable"])
 
 
 def test_an_idle_flush_ends_what_is_not_known(late: tuple[StockServer, Start]) -> None:
