@@ -27,13 +27,14 @@ from kvherd.services.engine.ranks import RankProcesses
 from kvherd.services.kv_relay.event_streams import EventStreams
 from kvherd.services.kv_relay.relay import KvRelay
 from kvherd.services.servicer.config import ServicerConfig
-from kvherd.services.servicer.servicer import SIDECAR_OPTION, Servicer
+from kvherd.services.servicer.servicer import SIDECAR_OPTION, OnReady, Servicer
 from kvherd.wire.rank_config import RankConfig
 
 SIDECAR_OFFSET = 1
 HTTP_OFFSET = 2
 READY_DEADLINE_S = 300.0
 """The first start of a model converts its weights."""
+ON_READY_WITHIN_S = 60.0
 DRAIN_S = 5.0
 """What requests get to end in when the engine is asked to stop; the rest end with an error."""
 
@@ -82,7 +83,12 @@ class EngineOptions:
         return self.name(model), self.host, self.port, self.host, self.port + HTTP_OFFSET
 
     def servicer(
-        self, model: ModelFile, tokenizer: ModelTokenizer, scheduler: ZmqScheduler, events: KvRelay
+        self,
+        model: ModelFile,
+        tokenizer: ModelTokenizer,
+        scheduler: ZmqScheduler,
+        events: KvRelay,
+        on_ready: OnReady | None,
     ) -> Servicer:
         config = ServicerConfig(
             model_name=self.name(model),
@@ -92,6 +98,7 @@ class EngineOptions:
             port=self.port,
             http_port=self.port + HTTP_OFFSET,
             sidecar_port=self.sidecar_port,
+            on_ready_within_s=ON_READY_WITHIN_S,
         )
         context_tokens = min(rank.max_context_tokens for rank in scheduler.ranks)
         vocab_size = scheduler.ranks[0].vocab_size
@@ -103,6 +110,7 @@ class EngineOptions:
             completions=completions,
             native=NativeCompletions(completions),
             events=EventStreams(events),
+            on_ready=on_ready,
         )
 
 
@@ -184,8 +192,11 @@ def command(
         runner.run(until_stopped(run_engine(options), supervised=supervised))
 
 
-async def run_engine(options: EngineOptions) -> None:
-    """Serve until cancelled. Raises `StartFailed`, or why it cannot go on; nothing is left running."""
+async def run_engine(options: EngineOptions, *, on_ready: OnReady | None = None) -> None:
+    """Serve until cancelled. Raises `StartFailed`, or why it cannot go on, or what `on_ready` raised.
+
+    Whatever it raises, no process, socket, port or file of it is left by then.
+    """
     model = locate(options.model)
     failed: asyncio.Future[EngineError] = asyncio.get_running_loop().create_future()
 
@@ -202,7 +213,7 @@ async def run_engine(options: EngineOptions) -> None:
         await _until_ready(scheduler, options.ranks)
         feeds = {each.rank: ZmqFrameFeed(each.events_endpoint, each.replay_endpoint) for each in scheduler.ranks}
         events = await stack.enter_async_context(KvRelay(feeds))
-        servicer = await stack.enter_async_context(options.servicer(model, tokenizer, scheduler, events))
+        servicer = await stack.enter_async_context(options.servicer(model, tokenizer, scheduler, events, on_ready))
         stack.push_async_callback(scheduler.drain, within_s=DRAIN_S)
         stack.push_async_callback(servicer.fail, EngineStopping())  # first: who asks for its health goes elsewhere
         log.info("serving %s at grpc://%s:%d and http://%s:%d", *options.doors(model))

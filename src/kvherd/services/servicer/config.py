@@ -21,6 +21,7 @@ class ServicerConfig:
     body_within_s: float = 60.0
     message_limit_bytes: int = 64 * 2**20
     drain_s: float = 5.0
+    on_ready_within_s: float = 60.0
     order_body_limit_bytes: int = 2**20
     order_timeout_limit_s: float = 3600.0
     order_timeout_s: float = 600.0

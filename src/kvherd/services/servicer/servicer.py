@@ -1,12 +1,14 @@
 """The servicer: gRPC and HTTP in front of one engine's scheduler."""
 
+import asyncio
 import os
 import socket
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack
 from types import TracebackType
 from typing import Self
 
-from kvherd.core.errors import EngineError
+from kvherd.core.errors import EngineError, StartFailed
 from kvherd.ports.completions import Completions, NativeCompletions, Tokenizer
 from kvherd.ports.kv_stream import KvEventDoor
 from kvherd.ports.scheduler import Scheduler
@@ -24,11 +26,16 @@ from kvherd.services.servicer.sockets import listen
 
 SIDECAR_OPTION = "--grpc-http-sidecar-port"
 
+OnReady = Callable[[Scheduler, Mapping[str, object], Mapping[str, object]], Awaitable[None]]
+"""Awaited with the manager of the ranks, the server's arguments and what its schedulers say, when all ranks are ready
+and no door is open yet. What it raises ends the start."""
+
 
 class Servicer:
     """Use as an async context manager: inside, both doors are open; leaving closes them in order, within bounds.
 
-    The scheduler is the caller's and outlives the servicer. Entering raises `PortInUse` and leaves nothing behind.
+    The scheduler is the caller's and outlives the servicer. Entering raises `PortInUse`, what `on_ready` raises, or
+    `StartFailed` if that takes too long, and leaves nothing behind.
     """
 
     def __init__(
@@ -40,8 +47,11 @@ class Servicer:
         completions: Completions,
         native: NativeCompletions,
         events: KvEventDoor,
+        on_ready: OnReady | None = None,
     ) -> None:
         self._config = config
+        self._scheduler = scheduler
+        self._on_ready = on_ready
         self._facts = EngineFacts(config, scheduler)
         metrics = EngineMetrics(config.model_name, scheduler)
         generations = Generations(scheduler, tokenizer, metrics)
@@ -64,6 +74,7 @@ class Servicer:
         self._stack = AsyncExitStack()
 
     async def __aenter__(self) -> Self:
+        await self._say_ready()
         async with AsyncExitStack() as stack:
             listener = listen(self._config.host, self._config.http_port, option="--port")
             stack.callback(listener.close)
@@ -77,6 +88,20 @@ class Servicer:
             await self._health.set_serving(serving=self._facts.failure is None)
             self._stack = stack.pop_all()
         return self
+
+    async def _say_ready(self) -> None:
+        if self._on_ready is None:
+            return
+        report = await self._scheduler.state()
+        limit_s = self._config.on_ready_within_s
+        hook = self._on_ready(self._scheduler, self._facts.server_args(), self._facts.scheduler_info(report))
+        try:
+            async with asyncio.timeout(limit_s) as limit:
+                await hook
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            raise StartFailed("on_ready", f"it was not done within {limit_s:g} s") from None
 
     def _sidecar_listener(self, stack: AsyncExitStack) -> socket.socket | None:
         if not self._config.sidecar_port:
