@@ -174,11 +174,7 @@ class RankLoop:
 
     def _differs(self, load: RankLoad) -> bool:
         told = self._told
-        return told is None or (load.running, load.waiting, load.used_tokens) != (
-            told.running,
-            told.waiting,
-            told.used_tokens,
-        )
+        return told is None or _what_matters_at_once(load) != _what_matters_at_once(told)
 
     def _patience_ms(self) -> int:
         """How long nothing can be due. Also keeps the poller's interest in the news socket right."""
@@ -190,6 +186,10 @@ class RankLoop:
             return 0
         due_s = min(self._heartbeat_due_s, self._scheduler.next_deadline_s or self._heartbeat_due_s)
         return max(0, int((due_s - time.monotonic()) * 1000) + 1)
+
+
+def _what_matters_at_once(load: RankLoad) -> tuple[int, ...]:
+    return load.running, load.waiting, load.used_tokens, load.flushes_waiting
 
 
 def _progress(each: Progress) -> ipc.Progress:
