@@ -93,23 +93,28 @@ class Service:
 
 @asynccontextmanager
 async def bridge(feeds: dict[Rank, ZmqFrameFeed], options: RelayOptions) -> AsyncIterator[int]:
-    async with KvRelay(feeds, options=options) as relay:
-        service = Service(relay)
-        server = grpc.aio.server()
-        _, name, call = METHODS[0].split("/")
-        handler = grpc.unary_stream_rpc_method_handler(
-            service.subscribe,
-            request_deserializer=pb.SubscribeKvEventsRequest.FromString,
-            response_serializer=pb.KvEventBatch.SerializeToString,
-        )
-        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(name, {call: handler}),))
-        port = server.add_insecure_port("127.0.0.1:0")
-        await server.start()
-        try:
-            yield port
-        finally:
-            service.streams.close()
-            await server.stop(0)
+    async with KvRelay(feeds, options=options) as relay, serving(relay) as port:
+        yield port
+
+
+@asynccontextmanager
+async def serving(relay: KvRelay) -> AsyncIterator[int]:
+    service = Service(relay)
+    server = grpc.aio.server()
+    _, name, call = METHODS[0].split("/")
+    handler = grpc.unary_stream_rpc_method_handler(
+        service.subscribe,
+        request_deserializer=pb.SubscribeKvEventsRequest.FromString,
+        response_serializer=pb.KvEventBatch.SerializeToString,
+    )
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(name, {call: handler}),))
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    try:
+        yield port
+    finally:
+        service.streams.close()
+        await server.stop(0)
 
 
 @asynccontextmanager
@@ -184,7 +189,7 @@ async def test_an_engine_that_is_cut_off_loses_its_credit_until_it_is_back(way: 
         stage.cut()
         await publisher.publish(removed(2), stored(7))
         await stage.loses_credit()
-        assert "connection" in stage.followers.view(ANN).reason
+        await until(lambda: "connection" in stage.followers.view(ANN).reason, within_s=5)
         stage.mend()
         await stage.is_true()
 
@@ -560,3 +565,45 @@ async def test_a_subscriber_in_a_storm_of_faults_ends_up_right(way: Way) -> None
         publisher.answers = list
         await publisher.publish(CacheCleared(), stored(7))
         await stage.is_true()
+
+
+# --- resumes ---------------------------------------------------------------------------------------------------
+
+
+async def told(channel: grpc.aio.Channel, start: int, epoch: str = "0" * 32) -> str | list[int]:
+    """What a bare number is answered: the status of a refusal, or the number of the first batch."""
+    call = channel.unary_stream(
+        METHODS[0],
+        request_serializer=pb.SubscribeKvEventsRequest.SerializeToString,
+        response_deserializer=pb.KvEventBatch.FromString,
+    )(pb.SubscribeKvEventsRequest(start_sequence_number=start), metadata=(("kvherd-epoch", epoch),))
+    try:
+        async with asyncio.timeout(5):
+            if await call.initial_metadata():
+                return [(await call.read()).sequence_number]
+            code: grpc.StatusCode = await call.code()
+            return str(code.name)
+    finally:
+        call.cancel()
+
+
+async def test_a_number_resumes_where_it_can_and_is_refused_before_any_header_where_it_cannot() -> None:
+    """One batch too old, in the future, an engine's own number, another epoch; and then the engine restarts."""
+    small = RelayOptions(probe_s=0.2, replay_silence_s=0.3, doubt_s=0.5, history_tokens=100)
+    async with FakePublisher() as publisher:
+        feeds = {ZERO: ZmqFrameFeed(publisher.events_endpoint, publisher.replay_endpoint)}
+        async with KvRelay(feeds, options=small) as relay, serving(relay) as port:
+            for number in range(9):
+                await publisher.publish(stored(10 + number))
+            await until(lambda: relay.blocks(ZERO) == 9, within_s=5)
+            epoch, history = relay.epoch, relay._life.histories[ZERO]
+            oldest, last = history._floor, history.last
+            assert last - 8 < oldest < last, "some are kept, and not all"
+            async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+                assert await told(channel, oldest, epoch) == [oldest + 1]
+                for wrong in (oldest - 1, last + 1, 9, 2**63):
+                    assert await told(channel, wrong, epoch) == "OUT_OF_RANGE"
+                assert await told(channel, oldest) == "OUT_OF_RANGE"
+                await publisher.restart()
+                await until(lambda: relay.epoch != epoch, within_s=5)
+                assert await told(channel, last, epoch) == "OUT_OF_RANGE"
