@@ -72,6 +72,15 @@ def test_a_prefix_counts_as_far_as_it_is_held(index: PrefixIndex) -> None:
     assert index.match([]) == {}
 
 
+def test_what_is_held_beyond_the_device_is_known_of_each_worker(index: PrefixIndex) -> None:
+    apply(index, ANN0, stored((1,)), stored((1,)))
+    assert not index.beyond_device(ANN), "two copies on the device are no other tier"
+    apply(index, ANN1, stored((1,), tier=Tier.HOST))
+    assert (index.beyond_device(ANN), index.beyond_device(BOB)) == (True, False)
+    apply(index, ANN1, removed((1,), tier=Tier.HOST))
+    assert not index.beyond_device(ANN)
+
+
 def test_a_hole_hides_the_blocks_behind_it_until_it_is_filled(index: PrefixIndex) -> None:
     apply(index, ANN0, stored((1, 2, 3), 3), removed((1, 2)))
     assert index.match(chain((1, 2, 3))) == {ANN0: 1}

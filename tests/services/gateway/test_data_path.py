@@ -70,6 +70,7 @@ class FakeEntries:
 
     watches: list[Watch] = field(default_factory=list)
     rebuilt: dict[WorkerId, str] = field(default_factory=dict)
+    tiers: bool = False
 
     def watch(self, worker: WorkerId) -> Watch:
         self.watches.append(Watch(1_000.0))
@@ -80,6 +81,9 @@ class FakeEntries:
 
     def rebuild(self, worker: WorkerId, reason: str) -> None:
         self.rebuilt[worker] = reason
+
+    def beyond_device(self, worker: WorkerId) -> bool:
+        return self.tiers
 
 
 @dataclass
@@ -443,10 +447,23 @@ async def test_of_a_vllm_that_was_seen_to_tell_silence_is_a_zero() -> None:
 
 
 async def test_tokens_that_came_from_the_host_were_not_predicted_to_be_on_the_device() -> None:
-    async with herd(fake(ANN, usage=Usage(11, 8, 2, host_tokens=4))) as it:
-        it.store(ANN, "hell")
+    async with herd(fake(ANN, usage=Usage(11, 10, 2, host_tokens=5))) as it:
+        it.store(ANN, "hello")
         await it.ask("hello world")
         assert (it.member(ANN).truth.decided, it.member(ANN).truth.wrong) == (1, 0)
+
+
+async def test_more_than_was_predicted_may_have_come_from_another_tier_where_there_is_one() -> None:
+    async with herd(fake(ANN, usage=Usage(11, 10, 2))) as it:
+        it.entries.tiers = True
+        it.store(ANN, "hello")
+        await it.ask("hello world")
+        assert it.member(ANN).truth.undecided_by == {"other tiers": 1}
+        it.workers[ANN].usage = Usage(11, 7, 2)
+        await it.ask("hello world")
+        it.workers[ANN].usage = Usage(11, 0, 2)
+        await it.ask("hello world")
+        assert (it.member(ANN).truth.decided, it.member(ANN).truth.wrong) == (2, 1)
 
 
 async def test_requests_that_overlap_decide_nothing_even_if_one_fits_within_the_other() -> None:

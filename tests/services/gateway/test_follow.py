@@ -207,6 +207,18 @@ async def test_a_source_is_left_before_it_is_entered_again() -> None:
         assert (followers.state(ANN), feed.entered) == (FollowState.LIVE, entered), "a worker that is back is not left"
 
 
+async def test_an_epoch_that_has_just_begun_may_turn_out_to_lack_something() -> None:
+    cut: list[Step] = [Subscribed(ONE), snapshot(9, block(1)), StreamBroken("cut")]
+    feed = ScriptedFeed(cut, [Subscribed(ONE)])
+    async with Followers(PrefixIndex(PrefixHasher(b"k")), dice=lambda: 0.0, wall=lambda: 1_000.0) as followers:
+        assert not followers.settling(ANN)
+        followers.add(ANN, feed, model="m")
+        await asyncio.sleep(1.9)
+        assert followers.settling(ANN)
+        await asyncio.sleep(0.2)
+        assert (len(feed.asked), followers.settling(ANN)) == (2, False), "a resume begins no epoch"
+
+
 async def test_the_lag_is_from_the_engine_s_stamp_to_here() -> None:
     def check(followers: Followers) -> None:
         view = followers.view(ANN)

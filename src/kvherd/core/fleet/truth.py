@@ -44,14 +44,17 @@ class Claim:
     block_size: int
     exact: bool = True
 
+    def in_blocks(self, reported: int) -> int:
+        """An engine of small pages reports more finely than its blocks are credited."""
+        return reported // self.block_size * self.block_size if self.block_size else reported
+
     def judged(self, reported: int | None, *, disturbed: str) -> tuple[Verdict, str]:
         """The verdict on an answer, and why if it is undecided. `disturbed` says what came in between, if anything."""
         if reported is None:
             return Verdict.UNAVAILABLE, ""
         if disturbed:
             return Verdict.UNDECIDED, disturbed
-        # An engine of small pages reports more finely than its blocks are credited.
-        told = reported // self.block_size * self.block_size if self.block_size else reported
+        told = self.in_blocks(reported)
         if told == self.tokens:
             return Verdict.RIGHT, ""
         if told > self.tokens and not self.exact:

@@ -61,6 +61,10 @@ class HeldBlocks:
             if self._on_device(block):
                 self.credits.take(name)
 
+    def beyond_device(self) -> bool:
+        """Whether anything is held in another tier too, or only there."""
+        return any(tier is not Tier.DEVICE for copies in self._copies.values() for tier in copies)
+
     def contents(self) -> dict[EngineHash, Copies]:
         """Every block held, named or not, and its copies."""
         blocks = (*self._names, *self._orphans.by_hash)

@@ -88,6 +88,10 @@ class HeldPages:
         for run in set(self._runs.values()):
             self._discredit(run)
 
+    def beyond_device(self) -> bool:
+        """Whether anything is held in another tier too, or only there."""
+        return any(tier is not Tier.DEVICE for copies in self._copies.values() for tier in copies)
+
     def contents(self) -> dict[EngineHash, Copies]:
         """Every page held, its place known or not, and its copies."""
         held = {page: self._copies_of(page, self._runs.get(page)) for page in (*self._runs, *self._orphans.by_hash)}

@@ -49,6 +49,10 @@ class Holding:
         self._sizes.clear()
         self.capped = self.bigrams = False
 
+    def beyond_device(self) -> bool:
+        """Whether anything is held in another tier than the device's."""
+        return any(held.beyond_device() for held in self._sizes.values())
+
     def contents(self) -> Mapping[EngineHash, Mapping[Tier, int]]:
         """Every block or page held, named or not, and its copies."""
         return {block: copies for held in self._sizes.values() for block, copies in held.contents().items()}

@@ -131,6 +131,10 @@ class PrefixIndex:
         """Whether the blocks of `worker` are of pairs of tokens: its prompts' chains are made with `bigram_keys`."""
         return any(holding.bigrams for holding in self._holdings.get(worker, {}).values())
 
+    def beyond_device(self, worker: WorkerId) -> bool:
+        """Whether `worker` holds anything in another tier, where an engine may find what it has no credit for."""
+        return any(holding.beyond_device() for holding in self._holdings.get(worker, {}).values())
+
     def contents(self, holder: Holder) -> Mapping[EngineHash, Mapping[Tier, int]]:
         """Every block or page of `holder`, credited or not, and its copies by tier: for audits and tests, O(blocks)."""
         holding = self._holdings.get(holder.worker, {}).get(holder.rank)

@@ -6,6 +6,7 @@ takes the credit away at once, until the state was told again. A wrong index is 
 
 import asyncio
 import logging
+import math
 import random
 import time
 from collections.abc import Callable, Coroutine, Sequence
@@ -36,7 +37,8 @@ class FollowOptions:
     """`grace_s`: how long credit outlives a connection. `accept_s`: how long a server may take to accept.
 
     `first_pause_s` to `most_pause_s`: the back-off. `long_pause_s`: the pause after what only an operator can mend.
-    `skew_s`: how much an engine host's clock may be ahead of this one's.
+    `skew_s`: how much an engine host's clock may be ahead of this one's. `settle_s`: how long after the beginning of an
+    epoch it may turn out that something happened before it.
     """
 
     grace_s: float = 5.0
@@ -45,6 +47,7 @@ class FollowOptions:
     most_pause_s: float = 5.0
     long_pause_s: float = 30.0
     skew_s: float = 2.0
+    settle_s: float = 2.0
 
 
 class Followers:
@@ -136,6 +139,15 @@ class Followers:
         follower = self._followers.get(worker)
         return follower is not None and follower.following.incomplete
 
+    def settling(self, worker: WorkerId) -> bool:
+        """Whether its epoch has just begun here: that something happened before it may not be known yet."""
+        follower = self._followers.get(worker)
+        return follower is not None and self._clock() - follower.accepted_s < self._options.settle_s
+
+    def beyond_device(self, worker: WorkerId) -> bool:
+        """Whether it holds anything in another tier than the device's."""
+        return self.index.beyond_device(worker)
+
     def view(self, worker: WorkerId) -> KvView:
         """What is known of a worker's cache; state `unfollowed` if it was not given. `reason` says why it is not live,
         or what ended its last stream.
@@ -205,6 +217,7 @@ class _Follower:
         self.following = following
         self.reason = ""
         self.lag = Lag()
+        self.accepted_s = -math.inf
         self.watches: dict[int, Watch] = {}
         self._feed = feed
         self._options = options
@@ -301,6 +314,8 @@ class _Follower:
                 raise StreamBroken(f"no answer within {self._options.accept_s:g} s") from None
             if not isinstance(first, Subscribed):
                 raise TypeError("a feed yields Subscribed first")
+            if first.epoch != following.epoch:
+                self.accepted_s = self._clock()
             following.accepted(first.epoch)
             self._settle()
             async for item in items:
