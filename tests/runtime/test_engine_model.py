@@ -2,6 +2,7 @@
 
 import importlib.util
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -19,9 +20,12 @@ from kvherd.runtime.engine_model import EngineModel, cache_directory, load_engin
 GREEDY = Sampling(temperature=0.0)
 
 
-def generate(model: EngineModel, prompt: list[int], count: int, *, block: int = 0) -> list[int]:
-    tokens, done = list(prompt), 0
-    table = range(block, block + 8)
+def generate(
+    model: EngineModel, prompt: list[int], count: int, *, block: int = 0, table: Sequence[int] = (), done: int = 0
+) -> list[int]:
+    """`table` names the blocks, else eight from `block` on; `done` tokens of the prompt are in them already."""
+    tokens = list(prompt)
+    table = table or range(block, block + 8)
     while len(tokens) < len(prompt) + count:
         state = SamplingState(GREEDY, len(tokens))
         (choice,) = model.step(ForwardBatch([SequenceRows(tokens[done:], done, table)]), [state])
@@ -48,16 +52,7 @@ def test_blocks_that_went_to_the_host_and_back_to_other_places_give_the_same_ans
     model.save([Copy(0, 3), Copy(1, 1)])
     generate(model, [7] * 35, 8)  # over the blocks that were saved
     model.load([Copy(9, 3), Copy(8, 1)])
-    table, tokens = [9, 8, 10, 11], list(prompt)
-    done = 32
-    while len(tokens) < len(prompt) + 8:
-        state = SamplingState(GREEDY, len(tokens))
-        (choice,) = model.step(ForwardBatch([SequenceRows(tokens[done:], done, table)]), [state])
-        done = len(tokens)
-        tokens.append(choice.token_id)
-        if choice.token_id in model.facts.eos_token_ids:
-            break
-    assert tokens[len(prompt) :] == answer
+    assert generate(model, prompt, 8, table=[9, 8, 10, 11], done=32) == answer
 
 
 def test_the_tiny_models_answers_depend_on_the_whole_prompt() -> None:

@@ -66,29 +66,16 @@ async def flush_fleet(
     meanwhile wait behind the flush, where the engine can do that. `flushed` is called for each worker
     that did it, at once. Raises nothing for a worker's sake. Cancelling withdraws what is under way.
     """
-    started_s = asyncio.get_running_loop().time()
-    deadline_s = timeout_s + GRACE_S
     slots = _Slots(at_once, in_flight, opening_s)
 
-    async def order(to: Addressee) -> WorkerResult:
-        try:
-            async with asyncio.timeout_at(started_s + deadline_s), slots.flying:
-                ordered_s, answer = await _flush_in_slot(to.worker, slots, timeout_s=timeout_s, hold=hold)
-        except TimeoutError:
-            late = WorkerTimedOut(to.worker.id, deadline_s)
-            return _result(to, Outcome.TIMED_OUT, str(late), started_s)
-        except WorkerError as error:
-            return _result(to, outcome_of(error), str(error), started_s)
-        except Exception as error:  # a defect in one adapter must not cost the other workers their order
-            log.exception("flush of %s failed unforeseen", to.worker.id)
-            return _result(to, Outcome.FAILED, public_message(error), started_s)
+    async def order(to: Addressee, started_s: float) -> WorkerResult:
+        async with slots.flying:
+            ordered_s, answer = await _flush_in_slot(to.worker, slots, timeout_s=timeout_s, hold=hold)
         if answer.done:
             flushed(to.worker.id, ordered_s)
         return _answered(to, answer, started_s)
 
-    async with asyncio.TaskGroup() as group:
-        tasks = [group.create_task(order(to)) for to in fleet]
-    return FanoutReport(tuple(task.result() for task in tasks))
+    return await _order_all(fleet, order, deadline_s=timeout_s + GRACE_S)
 
 
 PROFILE_S = 605.0
@@ -102,26 +89,39 @@ async def profile_fleet(fleet: Sequence[Addressee], order: ProfileOrder, *, at_o
 
     Raises nothing for a worker's sake.
     """
-    started_s = asyncio.get_running_loop().time()
     slots = asyncio.Semaphore(at_once)
 
-    async def give(to: Addressee) -> WorkerResult:
+    async def give(to: Addressee, started_s: float) -> WorkerResult:
+        async with slots:
+            answer = await order(to.worker)
+        return _result(to, Outcome.DONE, answer.message, started_s, files=answer.files)
+
+    return await _order_all(fleet, give, deadline_s=PROFILE_S)
+
+
+_Give = Callable[[Addressee, float], Awaitable[WorkerResult]]
+
+
+async def _order_all(fleet: Sequence[Addressee], give: _Give, *, deadline_s: float) -> FanoutReport:
+    """Give the order to each worker, at once; whatever goes wrong at one is its own result."""
+    started_s = asyncio.get_running_loop().time()
+
+    async def result(to: Addressee) -> WorkerResult:
         try:
-            async with asyncio.timeout_at(started_s + PROFILE_S), slots:
-                answer = await order(to.worker)
+            async with asyncio.timeout_at(started_s + deadline_s):
+                return await give(to, started_s)
         except TimeoutError:
-            return _result(to, Outcome.TIMED_OUT, str(WorkerTimedOut(to.worker.id, PROFILE_S)), started_s)
+            return _result(to, Outcome.TIMED_OUT, str(WorkerTimedOut(to.worker.id, deadline_s)), started_s)
         except FieldInvalid as error:
             return _result(to, Outcome.REFUSED, str(error), started_s)
         except WorkerError as error:
             return _result(to, outcome_of(error), str(error), started_s)
         except Exception as error:  # a defect in one adapter must not cost the other workers their order
-            log.exception("an order to profile %s failed unforeseen", to.worker.id)
+            log.exception("an order to %s failed unforeseen", to.worker.id)
             return _result(to, Outcome.FAILED, public_message(error), started_s)
-        return _result(to, Outcome.DONE, answer.message, started_s, files=answer.files)
 
     async with asyncio.TaskGroup() as group:
-        tasks = [group.create_task(give(to)) for to in fleet]
+        tasks = [group.create_task(result(to)) for to in fleet]
     return FanoutReport(tuple(task.result() for task in tasks))
 
 
