@@ -27,15 +27,23 @@ class Audited:
         return self.kv.state not in _NOTHING_CLAIMED
 
     @property
+    def answered(self) -> bool:
+        """Something was predicted, and then answered."""
+        truth = self.member.truth
+        return truth.decided + truth.undecided + truth.unavailable > 0
+
+    @property
     def fine(self) -> bool:
         return self.member.truth.recent > 0 and not self.member.truth.too_wrong
 
 
 def audit_report(fleet: Iterable[Audited]) -> Json:
-    """`fine` if of every worker that tells what it holds something was decided, and of late at most 1 % was wrong."""
+    """`fine` if something was decided of every worker that tells what it holds and has answered, and of late at most 1 %
+    was wrong.
+    """
     audited = list(fleet)
-    claimed = [one for one in audited if one.claimed]
-    return {"fine": bool(claimed) and all(one.fine for one in claimed), "workers": [_entry(one) for one in audited]}
+    answered = [one for one in audited if one.claimed and one.answered]
+    return {"fine": bool(answered) and all(one.fine for one in answered), "workers": [_entry(one) for one in audited]}
 
 
 def _entry(one: Audited) -> Json:

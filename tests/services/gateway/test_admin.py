@@ -308,6 +308,12 @@ def test_advice_says_what_keeps_a_worker_from_a_verdict() -> None:
 async def test_an_audit_is_fine_when_of_every_worker_something_was_decided_and_little_was_wrong() -> None:
     async with gateway_and_fleet(fake(ANN), fake(BOB)) as (client, fleet):
         assert (await client.get("/audit")).json()["fine"] is False, "nothing was decided"
+        (first, *_) = fleet.roster
+        first.truth.answered(Claim(16, 16), 16)
+        assert (await client.get("/audit")).json()["fine"] is True, "the other was not asked yet"
+        first.truth = Truth()
+        first.truth.answered(Claim(16, 16), None)
+        assert (await client.get("/audit")).json()["fine"] is False, "an answer that decides nothing is not fine"
         for member in fleet.roster:
             member.truth.answered(Claim(16, 16), 16)
         assert (await client.get("/audit")).json()["fine"] is True
