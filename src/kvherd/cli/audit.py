@@ -28,7 +28,8 @@ def command(
     between) or unavailable (it did not say what was cached). ERROR RATE is the share of wrong ones among the last 200
     decided; with a third, what the worker holds is told to the gateway from zero, and counted in REBUILDS.
 
-    Exit code 0 if all is fine, 1 if a worker is above 1 % or nothing could be decided of it, 3 if no gateway answers.
+    Exit code 0 if all is fine, 1 if a worker is above 1 % or nothing could be decided of its answers, or if there are
+    none, 3 if no gateway answers.
     """
     _, answer = ask_json("GET", gateway, "/audit", timeout_s=timeout, admin_key=admin_key)
     workers = answer.get("workers", [])

@@ -38,8 +38,8 @@ class Audited:
 
 
 def audit_report(fleet: Iterable[Audited]) -> Json:
-    """`fine` if something was decided of every worker that tells what it holds and has answered, and of late at most 1 %
-    was wrong.
+    """`fine` if something was decided of every worker that tells what it holds and has answered, and of late at most
+    1 % was wrong.
     """
     audited = list(fleet)
     answered = [one for one in audited if one.claimed and one.answered]
