@@ -270,7 +270,7 @@ class World:
             case "bad_event":
                 self.publish(engine, payload=UNKNOWN_EVENT)
             case "jump":
-                engine.next_number += (1, 2**32, 2**62)[number % 3]
+                engine.next_number = min(engine.next_number + (1, 2**32, 2**62)[number % 3], 2**64 - 1_000)
             case "flush" if self.flushes and engine.reachable:
                 await self.flush(clear_first=bool(number % 2))
             case "bridge_dies" if isinstance(self.feed, WiredFeed):
