@@ -80,6 +80,24 @@ def test_a_gap_is_asked_for_from_the_last_frame_on_so_that_it_proves_itself() ->
     assert forwarded(feed.handle(Replayed(frames(1, 2, 3, 4, 5), ended=True))) == [2, 3, 4, 5]
 
 
+def test_the_frame_that_showed_a_gap_follows_what_fills_it() -> None:
+    feed = begun(0, 1)
+    feed.handle(Received(frame(1)))
+    assert feed.handle(Received(frame(4))) == [AskReplay(1)]
+    told = feed.handle(Replayed(frames(1, 2, 3), ended=True))
+    assert forwarded(told) == [2, 3, 4]
+    assert feed.handle(Replayed(frames(4), ended=True)) == []
+    assert feed.handle(Received(frame(5))) == [Forward(frame(5))]
+
+
+def test_an_answer_with_a_hole_counts_up_to_the_hole() -> None:
+    feed = begun(0, 1)
+    feed.handle(Received(frame(6)))
+    told = feed.handle(Replayed(frames(1, 2, 4, 5), ended=True))
+    assert forwarded(told) == [2]
+    assert told[-1] == AskReplay(2)
+
+
 def test_an_answer_of_another_life_ends_this_one() -> None:
     feed = begun(0, 1)
     feed.handle(Received(frame(4, "b")))

@@ -249,7 +249,7 @@ class RankFeed:
         if frames and frames[0].sequence > max(before, 0):
             lost = f"batches {before + 1} to {frames[0].sequence - 1} are lost and its replay begins after them"
             return self._new_life(lost)
-        verdict = self._compare(frames, ended=ended)
+        verdict = self._compare(before, frames, ended=ended)
         if verdict is not None:
             # Of a publisher whose live frames were known a moment ago, and whose connection stands.
             return self._tear(verdict) if self._linked else self._new_life(verdict)
@@ -294,11 +294,8 @@ class RankFeed:
             return [self._ask()]
         return self._give_up_filling()
 
-    def _compare(self, frames: tuple[Frame, ...], *, ended: bool) -> str | None:
+    def _compare(self, last: int, frames: tuple[Frame, ...], *, ended: bool) -> str | None:
         """Why the answer comes from another life than the cursor's, if so."""
-        last = self._cursor.last
-        if last is None:
-            return None
         if not frames:
             return "it has sent fewer batches than were received" if ended and last != BIRTH else None
         first = frames[0]
