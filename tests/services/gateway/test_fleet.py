@@ -303,3 +303,20 @@ def test_a_url_has_one_spelling(given: str, normal: str) -> None:
 def test_what_is_no_workers_url_is_refused(given: str) -> None:
     with pytest.raises(OptionInvalid):
         normal_url(given, "url")
+
+
+async def test_a_worker_too_busy_for_probes_stays_up_while_it_answers_requests() -> None:
+    ann = fake()
+    async with yard(ann) as it:
+        member = it.add(ann)
+        await asyncio.sleep(0.1)
+        ann.opens_s = 9 * HOURS
+        for _ in range(60):
+            member.answered(RequestId("r"), now_s=asyncio.get_running_loop().time())
+            await asyncio.sleep(1.0)
+        assert is_in(member, WorkerState.UP)
+        await asyncio.sleep(20.0)
+        assert is_in(member, WorkerState.DOWN)
+        member.answered(RequestId("late"), now_s=asyncio.get_running_loop().time())
+        await asyncio.sleep(5.0)
+        assert is_in(member, WorkerState.DOWN), "only a probe ends it"

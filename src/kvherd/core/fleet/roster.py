@@ -7,6 +7,7 @@ down         takes no request until a probe succeeds
 draining     takes no new request; it leaves when those under way have ended
 """
 
+import math
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -67,6 +68,8 @@ class Member:
     foreign: int = 0
     """Requests there that are not ours, as it said last."""
     in_flight: dict[RequestId, int] = field(default_factory=dict)
+    answered_at_s: float = -math.inf
+    """When it last gave a first token or a whole answer."""
     requests_total: int = 0
     failures_total: int = 0
     healings: int = 0
@@ -172,8 +175,13 @@ class Member:
         self.turnover.stored(uncached_tokens, now_s)
         return self.backlog.add(request, uncached_tokens, rate=self.rate.at(now_s), now_s=now_s)
 
+    def answered(self, request: RequestId, *, now_s: float) -> None:
+        """Its first token was seen: a sign of life."""
+        self.answered_at_s = now_s
+        self.prefilled(request, now_s=now_s)
+
     def prefilled(self, request: RequestId, *, now_s: float) -> None:
-        """Its first token was seen."""
+        """Its prefill is over, or will never be."""
         self.backlog.end(request, rate=self.rate.at(now_s), now_s=now_s)
 
     def end(self, request: RequestId, *, now_s: float) -> None:

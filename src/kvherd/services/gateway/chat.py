@@ -227,7 +227,7 @@ class DataPath:
 
         def first_token() -> None:
             turn.first_token_at_s = self._now_s()
-            member.prefilled(turn.request, now_s=turn.first_token_at_s)
+            member.answered(turn.request, now_s=turn.first_token_at_s)
 
         def usage(told: Usage) -> None:
             turn.usage = told

@@ -181,7 +181,8 @@ class Fleet:
 
     def request_succeeded(self, member: Member) -> None:
         """A request there was answered: a passive sign of health."""
-        member.breaker.succeeded(self._now_s())
+        member.answered_at_s = self._now_s()
+        member.breaker.succeeded(member.answered_at_s)
         # Only a probe ends `Down`: an answer that began before the failure proves nothing.
         if not isinstance(member.health.verdict, Down):
             member.health.succeeded()
@@ -297,13 +298,15 @@ class Fleet:
 
     async def _check(self, member: Member, worker: Worker) -> None:
         """Probe it and ask for its load. One that returns from being down may be another process: detect it anew."""
-        before = member.health.verdict
+        before, began_s = member.health.verdict, self._now_s()
         try:
             async with asyncio.timeout(self._config.probe_deadline_s):
                 await worker.probe()
         except TimeoutError:
-            late = WorkerTimedOut(member.worker, self._config.probe_deadline_s)
-            member.health.failed(_why(late))
+            # Some engines answer a probe between two steps only: under load, requests tell of life sooner.
+            if isinstance(before, Down) or member.answered_at_s < began_s:
+                late = WorkerTimedOut(member.worker, self._config.probe_deadline_s)
+                member.health.failed(_why(late))
         except WorkerError as error:
             member.health.failed(_why(error), certain=isinstance(error, WorkerUnreachable))
         else:
