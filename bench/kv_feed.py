@@ -31,6 +31,7 @@ from contextlib import (
     nullcontext,
     suppress,
 )
+from functools import cache
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -62,11 +63,14 @@ HISTORY_TOKENS = 100_000_000
 MARKER = -1
 DEADLINE_S = 300.0
 LAG_GOAL_MS = 5.0
+SETTLE_S = 1.0
+"""A new connection is proved by replays; what is measured is what comes after."""
 
 
 # --- what is published --------------------------------------------------------------------------------------
 
 
+@cache
 def tokens_of(chain: int) -> list[int]:
     return [(chain * 7919 + position * 31) % 50_000 if position else chain + 2 for position in range(CHAIN * SIZE)]
 
@@ -184,6 +188,7 @@ def lags_noted() -> Iterator[list[float]]:
         yield lags_s
 
 
+@cache
 def chain_names(chain: int) -> list[Any]:
     return prefix_chain(tokens_of(chain), block_size=SIZE, model=MODEL, key=KEY)
 
@@ -213,6 +218,7 @@ def frames(events: str, replay: str) -> dict[Rank, ZmqFrameFeed]:
 async def measure(visible: Callable[[int], Awaitable[bool]], last: int, lags_s: list[float], *, lag: bool) -> None:
     """Ready once the marker is seen; told to go, take the time until the last chain is."""
     await until(lambda: visible(MARKER))
+    await asyncio.sleep(SETTLE_S)
     print("ready", flush=True)
     await asyncio.to_thread(sys.stdin.readline)
     lags_s.clear()

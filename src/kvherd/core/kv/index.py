@@ -14,7 +14,7 @@ to it, and of nothing else.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from kvherd.core.ids import EngineHash, PrefixHash, Rank, WorkerId
 from kvherd.core.kv.credits import Credits
@@ -23,9 +23,8 @@ from kvherd.core.kv.hashing import PrefixHasher
 from kvherd.core.kv.holding import Holding
 
 
-@dataclass(frozen=True, slots=True)
-class Holder:
-    """One cache: a rank of a worker."""
+class Holder(NamedTuple):
+    """One cache: a rank of a worker. A tuple, for a look-up makes a dictionary of hundreds."""
 
     worker: WorkerId
     rank: Rank
@@ -84,16 +83,19 @@ class PrefixIndex:
         reuse a prefix only.
         """
         found: dict[Holder, int] = {}
-        masks = self._masks
+        masks, holders = self._masks, self._holders
         alive = masks.get(chain[0], 0) if chain else 0
         for depth, name in enumerate(chain):
             if not alive:
                 return found
             still = alive & masks.get(name, 0)
-            if still != alive:
-                found.update((holder, depth) for holder in self._of(alive ^ still))
-                alive = still
-        found.update((holder, len(chain)) for holder in self._of(alive))
+            gone = alive ^ still
+            while gone:
+                bit = gone & -gone
+                found[holders[bit]] = depth
+                gone ^= bit
+            alive = still
+        found.update(dict.fromkeys(self._of(alive), len(chain)))
         return found
 
     def cap_copies(self, holder: Holder) -> None:
