@@ -31,7 +31,7 @@ test-vllm: $(STAMP) $(VLLM)/.installed $(STOCK_MODEL)/config.json ## Bridge and 
 	KVHERD_VLLM=$(VLLM) KVHERD_STOCK_MODEL=$(STOCK_MODEL) $(BIN)/python -m pytest -m peers tests/peers/test_vllm.py tests/peers/test_vllm_healing.py $(ARGS)
 
 test-sglang: $(STAMP) $(SGLANG)/.installed $(STOCK_MODEL)/config.json ## The same over a stock SGLang, installed into .venv-sglang (2.8 GB)
-	KVHERD_SGLANG=$(SGLANG) KVHERD_STOCK_MODEL=$(STOCK_MODEL) $(BIN)/python -m pytest -m peers tests/peers/test_sglang.py tests/peers/test_sglang_healing.py $(ARGS)
+	KVHERD_SGLANG=$(SGLANG) KVHERD_STOCK_MODEL=$(STOCK_MODEL) $(BIN)/python -m pytest -m peers tests/peers/test_sglang.py tests/peers/test_sglang_healing.py tests/peers/test_sglang_clients.py $(ARGS)
 
 check: $(STAMP) contracts types ## Format, lint, types and layers: seconds
 	$(BIN)/ruff format --check .

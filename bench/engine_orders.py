@@ -1,6 +1,6 @@
 """What orders to the embedded engine cost: flushes when idle, flushes that expire under load, a profile that is on.
 
-    python bench/engine_orders.py [--model smollm2] [--flushes 200] [--rounds 5]
+    python bench/engine_orders.py [--model smollm2] [--flushes 100] [--rounds 3]
 
 All over HTTP on this machine, as an operator gives them, against one engine in one run:
 
@@ -98,8 +98,8 @@ class Bench:
                     body = {"output_dir": directory} | options
                     self._sidecar.post("/start_profile", json=body).raise_for_status()
                 begun_s = time.perf_counter()
-                for _ in range(4):
-                    self.generate(64)
+                for _ in range(2):
+                    self.generate(48)
                 taken[name].append(time.perf_counter() - begun_s)
                 if options is not None:
                     self._sidecar.post("/stop_profile").raise_for_status()
@@ -109,8 +109,8 @@ class Bench:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2")
-    parser.add_argument("--flushes", type=int, default=200)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--flushes", type=int, default=100)
+    parser.add_argument("--rounds", type=int, default=3)
     arguments = parser.parse_args()
     with ExitStack() as stack:
         directory = stack.enter_context(tempfile.TemporaryDirectory())

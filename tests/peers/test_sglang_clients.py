@@ -1,0 +1,79 @@
+"""SGLang's own clients, unmodified, against the embedded engine: they flush it, profile it and load it.
+
+`make test-sglang` installs them and runs these tests.
+"""
+
+import json
+import os
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from kvherd.testing.herds import EngineProcess, begin_engine
+from kvherd.testing.processes import KvherdProcess, OwnedProcess
+from kvherd.testing.stock_engines import STUBS, model_directory
+
+pytestmark = [pytest.mark.peers, pytest.mark.timeout(600)]
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[EngineProcess]:
+    """Its model's name is a directory with a tokenizer, which the clients load by the name that the engine tells."""
+    with ExitStack() as stack:
+        options = ("--model", "smollm2", "--served-model-name", str(model_directory()))
+        yield begin_engine(lambda *words: stack.enter_context(KvherdProcess(*words)), *options)
+
+
+def run(module: str, *words: str) -> str:
+    python = Path(os.environ.get("KVHERD_SGLANG", ".venv-sglang")) / "bin" / "python"
+    environment = {"PYTHONPATH": str(STUBS), "HF_HUB_OFFLINE": "1"}
+    with OwnedProcess([str(python.absolute()), "-m", module, *words], environment=environment) as client:
+        assert client.wait(within_s=240) == 0, client.said
+        return client.said
+
+
+def steps(directory: Path) -> list[dict[str, Any]]:
+    [trace] = directory.glob("*/*.trace.json")
+    return [each for each in json.loads(trace.read_bytes()) if each["name"].startswith("step ")]
+
+
+LOAD = ("--dataset-name", "random-ids", "--random-input-len", "40", "--random-output-len", "8")
+
+
+def test_bench_serving_flushes_loads_and_profiles(engine: EngineProcess, tmp_path: Path) -> None:
+    said = run(
+        "sglang.bench_serving",
+        *("--backend", "sglang-oai", "--base-url", engine.url, "--model", str(model_directory())),
+        *("--tokenizer", str(model_directory()), *LOAD, "--random-range-ratio", "1.0", "--num-prompts", "3"),
+        *("--flush-cache", "--profile", "--profile-output-dir", str(tmp_path)),
+    )
+    assert "Profiler started" in said
+    assert "Profiler stopped" in said
+    assert "Successful requests:                     3" in said
+    assert {each["args"]["phase"] for each in steps(tmp_path)} >= {"prefill", "decode"}
+
+
+def test_bench_one_batch_server_flushes_loads_and_profiles(engine: EngineProcess, tmp_path: Path) -> None:
+    said = run(
+        "sglang.bench_one_batch_server",
+        *("--model-path", "None", "--base-url", engine.url, "--dataset-name", "random-ids"),
+        *("--batch-size", "2", "--input-len", "32", "--output-len", "8", "--skip-warmup"),
+        *("--profile", "--profile-output-dir", str(tmp_path), "--result-filename", str(tmp_path / "result.jsonl")),
+    )
+    assert "output throughput" in said
+    assert len(steps(tmp_path)) == 5
+
+
+@pytest.mark.parametrize("door", ["sidecar", "http"])
+def test_sglang_s_profiler_profiles(engine: EngineProcess, tmp_path: Path, door: str) -> None:
+    url = engine.sidecar_url if door == "sidecar" else engine.url
+    run("sglang.profiler", "--url", url, "--num-steps", "1", "--output-dir", str(tmp_path))
+    [begun] = tmp_path.glob("*/*.part")
+    body = {"text": "hello", "sampling_params": {"max_new_tokens": 2}}
+    httpx.post(f"{engine.url}/generate", json=body, timeout=60).raise_for_status()
+    assert not begun.exists()
+    assert len(steps(tmp_path)) == 1
