@@ -20,7 +20,7 @@ from kvherd.testing.stock_story import StockStory
 pytestmark = [pytest.mark.peers, pytest.mark.timeout(600)]
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="class")
 def herd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StockHerd]:
     sockets: Path = tmp_path_factory.mktemp("v")
     server = vllm(free_ports((0,)), events=f"ipc://{sockets}/events", replay=f"ipc://{sockets}/replay")

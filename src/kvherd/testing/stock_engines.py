@@ -25,7 +25,10 @@ _ONE_THREAD = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 
 @dataclass(frozen=True, slots=True)
 class StockServer:
-    """How one is started: its command, and where it is then. `bind_events`: who reads its events must listen."""
+    """How one is started: its command, and where it is then. `bind_events`: who reads its events must listen.
+
+    In `grpc` mode it serves its engine protocol at its port, and metrics at the next.
+    """
 
     kind: str
     command: tuple[str, ...]
@@ -34,10 +37,15 @@ class StockServer:
     events: str
     replay: str | None
     bind_events: bool = False
+    grpc: bool = False
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
+        return f"{'grpc' if self.grpc else 'http'}://127.0.0.1:{self.port}"
+
+    @property
+    def metrics_url(self) -> str:
+        return f"http://127.0.0.1:{self.port + self.grpc}/metrics"
 
     @property
     def direct_worker(self) -> str:
@@ -72,7 +80,8 @@ class StockEngine:
         self.process.wait_for(self.answers, within_s=READY_S, what=f"{self.server.kind} answers")
 
     def answers(self) -> bool:
-        return get(f"{self.server.url}/health")[0] == 200
+        server = self.server
+        return get(server.metrics_url if server.grpc else f"{server.url}/health")[0] == 200
 
     def kill(self) -> None:
         """SIGKILL to every process of it."""
@@ -87,7 +96,7 @@ class StockEngine:
 
     def metric(self, name: str) -> float:
         """The sum over its labels; 0 if it is absent."""
-        lines = get(f"{self.server.url}/metrics")[1].decode().splitlines()
+        lines = get(self.server.metrics_url)[1].decode().splitlines()
         return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith((f"{name}{{", f"{name} ")))
 
     def running(self) -> float:
@@ -130,6 +139,7 @@ def sglang(
     replay: str,
     page_size: int = 16,
     layout: str = "default",
+    grpc: bool = False,
     options: tuple[str, ...] = (),
     replay_batches: int = 10_000,
 ) -> StockServer:
@@ -153,8 +163,11 @@ def sglang(
     }
     flags = ("--disable-overlap-schedule", "--skip-server-warmup", "--enable-metrics", "--enable-cache-report")
     environment = {"PYTHONPATH": str(STUBS), "SGLANG_USE_CPU_ENGINE": "1"} | _ONE_THREAD
+    if grpc:
+        options = ("--smg-grpc-mode", *options)
     command = (*_POLITE, _python("SGLANG"), "-m", "sglang.launch_server", *_words(words), *flags, *options)
-    return StockServer("sglang-http", command, environment, port, events, replay)
+    kind = "sglang-grpc" if grpc else "sglang-http"
+    return StockServer(kind, command, environment, port, events, replay, grpc=grpc)
 
 
 def model_directory() -> Path:
