@@ -13,7 +13,7 @@ import pytest
 from kvherd.testing.herds import GatewayProcess, begin_gateway
 from kvherd.testing.processes import KvherdProcess, free_ports, wait_until
 from kvherd.testing.stock_engines import StockEngine, sglang
-from kvherd.testing.stock_herds import StockHerd, Talks, is_live, stock_herd
+from kvherd.testing.stock_herds import StockHerd, Talks, can_predict, is_live, stock_herd
 from kvherd.testing.stock_story import StockStory
 
 pytestmark = [pytest.mark.peers, pytest.mark.timeout(600)]
@@ -41,7 +41,7 @@ def on_grpc() -> Iterator[tuple[StockEngine, GatewayProcess]]:
         engine = StockEngine(sglang(port, events=events, replay=replay, grpc=True), stack.enter_context)
         engine.await_ready()
         gateway = begin_gateway(lambda *words: stack.enter_context(KvherdProcess(*words)), engine.server.url)
-        gateway.process.wait_for(lambda: is_live(gateway), within_s=60, what="it follows the engine")
+        gateway.process.wait_for(lambda: can_predict(gateway), within_s=60, what="it follows the engine")
         yield engine, gateway
 
 

@@ -121,7 +121,7 @@ class StockHerd:
 
     def await_live(self) -> None:
         for gateway in self.gateways:
-            gateway.process.wait_for(lambda g=gateway: is_live(g), within_s=LIVE_S, what="it follows the engine")  # type: ignore[misc]
+            gateway.process.wait_for(lambda g=gateway: can_predict(g), within_s=LIVE_S, what="it follows the engine")  # type: ignore[misc]
 
     def epochs(self) -> list[str]:
         return [str(kv_of(gateway)["epoch"]) for gateway in self.gateways]
@@ -180,6 +180,11 @@ def kv_of(gateway: GatewayProcess) -> dict[str, Any]:
 def is_live(gateway: GatewayProcess) -> bool:
     """The worker is up and followed."""
     return gateway.has_up(1) and kv_of(gateway)["state"] == "live"
+
+
+def can_predict(gateway: GatewayProcess) -> bool:
+    """It follows the engine and has the tokenizer; asking leaves a prompt of a few tokens in the cache."""
+    return is_live(gateway) and chat(gateway, [{"role": "system", "content": "."}])[0].predicted is not None
 
 
 @contextmanager
