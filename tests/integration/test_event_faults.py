@@ -206,14 +206,16 @@ def test_a_killed_gateway_gives_no_wrong_credit_when_it_is_back(stage: Stage) ->
     stage.engine.kill()
     stage.engine.start()
     stage.engine.publish(("store", 30, None, 1))
-    stage.gateway = begin_gateway(stage.start, *stage.specs, port=stage.gateway.port)
+    port, words = stage.gateway.port, [word for spec in stage.specs for word in ("--worker", spec)]
+    gateway = stage.start("gateway", "--port", str(port), "--grpc-port", str(port + 1), "--max-retry-s", "0.5", *words)
+    stage.gateway = GatewayProcess(gateway, port)
     seen: list[int] = []
 
     def true() -> bool:
         seen.extend(one["blocks"] for one in stage.kv() if is_live(one))
         return seen[-2:] == [1, 1]
 
-    stage.wait(true, "it is true", within_s=10)
+    stage.wait(true, "it is true", within_s=30)
     assert set(seen) <= {0, 1}
 
 

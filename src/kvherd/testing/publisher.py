@@ -84,6 +84,12 @@ class FakePublisher:
         await self.__aexit__(None, None, None)
         await self.__aenter__()
 
+    async def hang_up(self) -> None:
+        """Break every connection that events go over; who reconnects finds the same life."""
+        self._pub.close(linger=0)
+        self._pub = self._context.socket(zmq.PUB)
+        await _bind(self._pub, self.events_endpoint)
+
     @property
     def next_sequence(self) -> int:
         return self.life[-1][0] + 1 if self.life else 0

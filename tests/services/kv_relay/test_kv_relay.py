@@ -195,10 +195,7 @@ async def test_a_reconnection_to_the_same_publisher_is_no_new_epoch() -> None:
         await publisher.publish(block(1))
         await known(relay, 1)
         epoch = relay.epoch
-        publisher._pub.unbind(publisher.events_endpoint)
-        publisher._pub.close(linger=0)
-        publisher._pub = publisher._context.socket(zmq.PUB)
-        publisher._pub.bind(publisher.events_endpoint)
+        await publisher.hang_up()
         await publisher.publish(block(2), lost=True)
         await known(relay, 2)
         assert relay.epoch == epoch
