@@ -49,7 +49,7 @@ def test_bench_serving_flushes_loads_and_profiles(engine: EngineProcess, tmp_pat
         "sglang.bench_serving",
         *("--backend", "sglang-oai", "--base-url", engine.url, "--model", str(model_directory())),
         *("--tokenizer", str(model_directory()), *LOAD, "--random-range-ratio", "1.0", "--num-prompts", "3"),
-        *("--flush-cache", "--profile", "--profile-output-dir", str(tmp_path)),
+        *("--flush-cache", "--profile", "--profile-output-dir", str(tmp_path), "--output-file", str(tmp_path / "out")),
     )
     assert "Profiler started" in said
     assert "Profiler stopped" in said
