@@ -521,7 +521,11 @@ async def test_the_ranks_of_vllm_are_added_up() -> None:
     async with RawServer(paths(VLLM_TWO_RANKS)) as server, worker_at(server.url) as worker:
         facts = await worker.detect()
         assert (facts.block_size, facts.ranks, facts.capacity_tokens) == (32, 2, 960)
-        assert await worker.load() == WorkerLoad(running=3, waiting=4, used_tokens=240, capacity_tokens=960)
+        load = await worker.load()
+        assert load == WorkerLoad(running=3, waiting=4, used_tokens=240, capacity_tokens=960)
+        assert sorted(load.ranks) == [0, 1]
+        for name in ("running", "waiting", "used_tokens", "capacity_tokens"):
+            assert sum(getattr(one, name) for one in load.ranks.values()) == getattr(load, name)
 
 
 async def test_what_an_answer_of_vllm_cost_is_read_in_passing() -> None:

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from kvherd.adapters.http_exchange import HttpAnswer, HttpAsker
+from kvherd.adapters.http_exchange import HttpAsker
 from kvherd.adapters.http_url import HttpAddress
 from kvherd.core.errors import WorkerRefused
 from kvherd.core.ids import WorkerId
@@ -105,18 +105,6 @@ async def _vllm(version: str, asker: HttpAsker, models: _Models) -> WorkerFacts:
     block_size = _number(engines[0].get("block_size", ""))
     blocks = sum(_number(engine.get("num_gpu_blocks", "")) for engine in engines)
     return replace(facts, block_size=block_size, ranks=len(engines), capacity_tokens=blocks * block_size)
-
-
-def sum_of(metrics: HttpAnswer, name: str) -> float:
-    """The sum of a metric over its labels in Prometheus' text format; 0 if it is absent."""
-    total = 0.0
-    for line in metrics.body.decode("utf-8", "replace").splitlines():
-        if line.startswith((name + "{", name + " ")):
-            try:
-                total += float(line.rpartition("}")[2].split()[0] if "}" in line else line.split()[1])
-            except (ValueError, IndexError):
-                continue
-    return total
 
 
 def _reachable(target: str, address: HttpAddress) -> str:

@@ -3,9 +3,10 @@
 from collections.abc import Mapping
 from typing import assert_never
 
-from kvherd.adapters.http_detect import detect, sum_of
+from kvherd.adapters.http_detect import detect
 from kvherd.adapters.http_exchange import HttpAnswer, HttpAsker
 from kvherd.adapters.http_flush import flush_by_url, flush_vllm
+from kvherd.adapters.http_load import kvherd_load, metrics_load
 from kvherd.adapters.http_pool import HttpPool, UpstreamBroken, UpstreamUnreachable
 from kvherd.adapters.http_profile import engine_metrics, start_profile, stop_profile
 from kvherd.adapters.http_url import http_address
@@ -97,11 +98,9 @@ class HttpWorker:
         facts = self._facts or await self.detect()
         match facts.kind:
             case WorkerKind.KVHERD_HTTP:
-                return _kvherd_load(await self._asked("/get_loads"))
-            case WorkerKind.VLLM_HTTP:
-                return _metrics_load(await self._asked("/metrics"), facts, _VLLM_METRICS)
-            case WorkerKind.SGLANG_HTTP:
-                return _metrics_load(await self._asked("/metrics"), facts, _SGLANG_METRICS)
+                return kvherd_load(await self._asked("/get_loads"))
+            case WorkerKind.VLLM_HTTP | WorkerKind.SGLANG_HTTP:
+                return metrics_load(await self._asked("/metrics"), facts)
             case _:
                 raise WorkerUnsupported(self._id, "telling its load")
 
@@ -221,28 +220,3 @@ class _Relayed:
 
 def _is_event_stream(headers: list[tuple[bytes, bytes]]) -> bool:
     return any(name == b"content-type" and value.startswith(b"text/event-stream") for name, value in headers)
-
-
-_VLLM_METRICS = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc")
-_SGLANG_METRICS = ("sglang:num_running_reqs", "sglang:num_queue_reqs", "sglang:token_usage")
-
-
-def _metrics_load(metrics: HttpAnswer, facts: WorkerFacts, names: tuple[str, str, str]) -> WorkerLoad:
-    running, waiting, used = (sum_of(metrics, name) for name in names)
-    capacity = facts.capacity_tokens
-    return WorkerLoad(int(running), int(waiting), int(used * capacity / max(facts.ranks, 1)), capacity)
-
-
-def _kvherd_load(answer: HttpAnswer) -> WorkerLoad:
-    loads = answer.document().get("loads")
-    ranks = [load for load in loads if isinstance(load, dict)] if isinstance(loads, list) else []
-
-    def total(*names: str) -> int:
-        return sum(next((int(load[name]) for name in names if name in load), 0) for load in ranks)
-
-    return WorkerLoad(
-        running=total("running", "num_running_reqs"),
-        waiting=total("waiting", "num_waiting_reqs"),
-        used_tokens=total("used_tokens", "num_used_tokens"),
-        capacity_tokens=total("capacity_tokens", "max_total_num_tokens"),
-    )

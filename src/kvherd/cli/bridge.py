@@ -4,7 +4,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
 
@@ -48,6 +48,7 @@ class BridgePlan:
     feeds: dict[Rank, ZmqFrameFeed]
     relay: RelayOptions
     tokenizer_zip: bytes | None = None
+    engine_api_key: str | None = field(default=None, repr=False)
 
     @property
     def speaks_grpc(self) -> bool:
@@ -90,6 +91,14 @@ def command(
         Path | None,
         typer.Option(help="The model's directory; gateways learn its tokenizer and chat template from here."),
     ] = None,
+    engine_api_key: Annotated[
+        str | None,
+        typer.Option(
+            envvar="KVHERD_ENGINE_API_KEY",
+            show_envvar=True,
+            help="What an engine on HTTP wants as Authorization: Bearer KEY; better given by the environment.",
+        ),
+    ] = None,
     log_level: Annotated[LogLevel, typer.Option(help="Least level of the log, which goes to standard error.")] = (
         LogLevel.INFO
     ),
@@ -123,6 +132,7 @@ def command(
         feeds=feeds,
         relay=RelayOptions(history_tokens=history_tokens),
         tokenizer_zip=tokenizer_from_directory(tokenizer).artifact_zip() if tokenizer else None,
+        engine_api_key=engine_api_key or None,
     )
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(until_stopped(run_bridge(plan), supervised=supervised))
@@ -162,7 +172,7 @@ def _front(
         stack.push_async_callback(engine.close)
         stack.push_async_callback(channel.close)
         return ProxyFront(name, channel, events=events, flushed=flushed, server=_SERVER), engine.identify
-    worker = HttpWorker(name, plan.engine)
+    worker = HttpWorker(name, plan.engine, api_key=plan.engine_api_key)
     stack.push_async_callback(worker.close)
     assert events is not None
     assert flushed is not None, "an engine on HTTP has no events but those on its sockets"

@@ -124,10 +124,13 @@ def not_held(answer: FlushAnswer) -> FlushAnswer:
 
 @dataclass(frozen=True, slots=True)
 class WorkerLoad:
+    """All ranks together. `ranks`: each by itself, where the worker tells them apart."""
+
     running: int
     waiting: int
     used_tokens: int = 0
     capacity_tokens: int = 0
+    ranks: Mapping[Rank, "WorkerLoad"] = field(default_factory=dict, compare=False)
 
 
 class Worker(Protocol):

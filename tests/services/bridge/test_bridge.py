@@ -46,6 +46,7 @@ DIALECT_PAIRS = [
     pytest.param(sglang_scheduler_pb2, sglang_scheduler_pb2_grpc.SglangSchedulerStub, id="sglang"),
     pytest.param(vllm_engine_pb2, vllm_engine_pb2_grpc.VllmEngineStub, id="vllm"),
 ]
+NAMES = ("vllm:num_requests_running", "vllm:num_requests_waiting")
 METRICS = (
     'vllm:cache_config_info{block_size="32",num_gpu_blocks="10"} 1\n'
     "vllm:num_requests_running 2\nvllm:num_requests_waiting 1\nvllm:kv_cache_usage_perc 0.5\n"
@@ -64,6 +65,7 @@ class FakeVllm:
     resets: list[tuple[str, str]] = field(default_factory=lambda: [("200 OK", '{"success": true}')])
     asked: int = 0
     silent: bool = False
+    metrics: str = METRICS
     profiler: tuple[str, str] = ("404 Not Found", '{"detail": "Not Found"}')
 
     async def answer(self, request: RawRequest, _reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -79,7 +81,7 @@ class FakeVllm:
             case "/v1/models":
                 return "200 OK", '{"data": [{"id": "smollm2", "max_model_len": 1024}]}'
             case "/metrics":
-                return "200 OK", METRICS
+                return "200 OK", self.metrics
             case "/health":
                 return ("200 OK", "") if self.healthy else ("503 Service Unavailable", '{"error": "engine dead"}')
             case "/reset_prefix_cache":
@@ -282,6 +284,22 @@ async def test_a_load_of_a_rank_that_http_cannot_tell_is_refused() -> None:
         with pytest.raises(grpc.aio.AioRpcError, match="dp_rank") as caught:
             await at.sglang.GetLoads(sglang_scheduler_pb2.GetLoadsRequest(dp_rank=1))
         assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+@pytest.mark.parametrize(("pb", "stub"), DIALECT_PAIRS)
+async def test_a_load_is_told_by_rank_where_the_engine_tells_its_ranks_apart(pb: Any, stub: Callable[..., Any]) -> None:
+    async with FakePublisher() as publisher, bridged(publisher) as at:
+        lines = [f'{name}{{engine="{rank}",m="x"}} {2 * rank}' for name in NAMES for rank in (0, 1)]
+        config = [f'vllm:cache_config_info{{block_size="32",engine="{rank}",num_gpu_blocks="10"}} 1' for rank in (0, 1)]
+        at.engine.metrics = "\n".join([*config, *lines]) + "\n"
+        loads = await stub(at.channel).GetLoads(pb.GetLoadsRequest())
+        assert [(one.dp_rank, one.num_running_reqs, one.num_waiting_reqs) for one in loads.loads] == [
+            (0, 0, 0),
+            (1, 2, 2),
+        ]
+        assert [one.max_total_num_tokens for one in loads.loads] == [320, 320]
+        [one] = (await stub(at.channel).GetLoads(pb.GetLoadsRequest(dp_rank=1))).loads
+        assert one.dp_rank == 1
 
 
 async def flush(at: Stage, timeout_s: float = 0.0) -> common_pb2.FlushCacheResponse:

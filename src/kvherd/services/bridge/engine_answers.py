@@ -1,7 +1,7 @@
 """What a stock engine says over HTTP, in the messages of either engine protocol.
 
 Both protocols have messages of the same names; fields that only one of them has are set only there. What the engine
-does not tell stays unset. Its load is told as the sum over its ranks, under rank 0.
+does not tell stays unset. A load that it does not tell by rank is the sum over its ranks, under rank 0.
 """
 
 import json
@@ -11,6 +11,8 @@ from typing import Any
 
 from google.protobuf import json_format, struct_pb2
 
+from kvherd.core.errors import FieldInvalid
+from kvherd.core.ids import Rank
 from kvherd.ports.worker import RankOutcome, WorkerFacts, WorkerKind, WorkerLoad
 
 
@@ -48,31 +50,41 @@ def vllm_server_info(pb: ModuleType, facts: WorkerFacts) -> Any:  # noqa: ANN401
     )
 
 
-def loads(pb: ModuleType, load: WorkerLoad, version: str) -> Any:  # noqa: ANN401 - generated, untyped
-    usage = load.used_tokens / load.capacity_tokens if load.capacity_tokens else 0.0
-    total = load.running + load.waiting
+def loads(pb: ModuleType, load: WorkerLoad, version: str, *, rank: Rank | None = None) -> Any:  # noqa: ANN401 - generated
+    """Of one rank, or of all; the aggregate is of all. Raises `FieldInvalid` for a rank that the engine does not tell
+    apart.
+    """
+    ranks = dict(load.ranks) or {Rank(0): load}
+    if rank is not None and rank not in ranks:
+        raise FieldInvalid("dp_rank", f"is {rank}; the engine tells of {', '.join(map(str, ranks))}")
     answer = pb.GetLoadsResponse(
         timestamp=datetime.now(UTC).isoformat(),
         version=version,
-        dp_rank_count=1,
-        loads=[
-            pb.SchedulerLoad(
-                dp_rank=0,
-                num_running_reqs=load.running,
-                num_waiting_reqs=load.waiting,
-                num_total_reqs=total,
-                num_used_tokens=load.used_tokens,
-                max_total_num_tokens=load.capacity_tokens,
-                token_usage=usage,
-            )
-        ],
+        dp_rank_count=len(ranks),
+        loads=[_load(pb, each, one) for each, one in ranks.items() if rank in (None, each)],
     )
     if "aggregate" in answer.DESCRIPTOR.fields_by_name:
         answer.aggregate.total_running_reqs = load.running
         answer.aggregate.total_waiting_reqs = load.waiting
-        answer.aggregate.total_reqs = total
-        answer.aggregate.avg_token_usage = usage
+        answer.aggregate.total_reqs = load.running + load.waiting
+        answer.aggregate.avg_token_usage = _usage(load)
     return answer
+
+
+def _load(pb: ModuleType, rank: Rank, load: WorkerLoad) -> Any:  # noqa: ANN401 - generated, untyped
+    return pb.SchedulerLoad(
+        dp_rank=rank,
+        num_running_reqs=load.running,
+        num_waiting_reqs=load.waiting,
+        num_total_reqs=load.running + load.waiting,
+        num_used_tokens=load.used_tokens,
+        max_total_num_tokens=load.capacity_tokens,
+        token_usage=_usage(load),
+    )
+
+
+def _usage(load: WorkerLoad) -> float:
+    return load.used_tokens / load.capacity_tokens if load.capacity_tokens else 0.0
 
 
 def ranks_json(ranks: tuple[RankOutcome, ...]) -> str:

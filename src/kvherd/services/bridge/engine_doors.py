@@ -19,6 +19,7 @@ from smg_grpc_proto.generated import (
 
 from kvherd import __version__
 from kvherd.core.errors import FieldInvalid, Unsupported, WorkerError, WorkerTimedOut
+from kvherd.core.ids import Rank
 from kvherd.ports.kv_stream import Flushed, KvEventDoor
 from kvherd.ports.worker import Worker
 from kvherd.services.bridge import engine_answers
@@ -91,10 +92,9 @@ class _Door:
 
     @rpc
     async def GetLoads(self, request: Message, context: Context) -> Message:  # noqa: N802 - the protocol names it
-        if request.HasField("dp_rank") and request.dp_rank != 0:
-            raise FieldInvalid("dp_rank", f"is {request.dp_rank}; a bridge tells the engine's sum, as rank 0")
         load = await self._asked(self._engine.load())
-        return engine_answers.loads(self.pb, load, f"kvherd-bridge-{__version__}")
+        rank = Rank(request.dp_rank) if request.HasField("dp_rank") else None
+        return engine_answers.loads(self.pb, load, f"kvherd-bridge-{__version__}", rank=rank)
 
     @rpc
     async def GetTokenizer(  # noqa: N802 - the protocol names it
