@@ -63,6 +63,7 @@ HISTORY_TOKENS = 100_000_000
 MARKER = -1
 DEADLINE_S = 300.0
 LAG_GOAL_MS = 5.0
+MARK_EVERY_S = 0.5
 SETTLE_S = 1.0
 """A new connection is proved by replays; what is measured is what comes after."""
 
@@ -116,10 +117,10 @@ class Publisher:
 
     def __init__(self) -> None:
         self._context = zmq.Context()
-        self._pub, self._router = self._context.socket(zmq.PUB), self._context.socket(zmq.ROUTER)
-        self._pub.sndhwm = self._router.sndhwm = 0
+        self._pub, self.router = self._context.socket(zmq.PUB), self._context.socket(zmq.ROUTER)
+        self._pub.sndhwm = self.router.sndhwm = 0
         self.events = self._bind(self._pub)
-        self.replay = self._bind(self._router)
+        self.replay = self._bind(self.router)
         self._sent: list[bytes] = []
 
     @staticmethod
@@ -132,12 +133,12 @@ class Publisher:
         self._sent.append(payload)
 
     def answer_replays(self) -> None:
-        while self._router.poll(0):
-            asker, _, start = self._router.recv_multipart()
+        while self.router.poll(0):
+            asker, _, start = self.router.recv_multipart()
             first = int.from_bytes(start, "big")
             for number, payload in enumerate(self._sent[first:], start=first):
-                self._router.send_multipart([asker, b"", b"kv-events", number.to_bytes(8, "big"), payload])
-            self._router.send_multipart([asker, b"", b"", b"\xff" * 8, b""])
+                self.router.send_multipart([asker, b"", b"kv-events", number.to_bytes(8, "big"), payload])
+            self.router.send_multipart([asker, b"", b"", b"\xff" * 8, b""])
 
 
 def payload(events: list[dict[str, Any]]) -> bytes:
@@ -151,9 +152,13 @@ def publish(blocks: int, batch: int, rate: float, seconds: float) -> None:
     poller = zmq.Poller()
     poller.register(sys.stdin.fileno(), zmq.POLLIN)
     ready = [] if rate else [payload(events) for events in batches(blocks, batch)]
-    while not poller.poll(50):
-        publisher.send(payload([removed(MARKER, 0, CHAIN), stored(MARKER, 0, CHAIN)]))
-        publisher.answer_replays()
+    poller.register(publisher.router, zmq.POLLIN)
+    marked_s = 0.0
+    while sys.stdin.fileno() not in dict(poller.poll(50)):
+        publisher.answer_replays()  # sooner than there is more to tell, or a reader asks for ever
+        if time.monotonic() > marked_s + MARK_EVERY_S:
+            publisher.send(payload([removed(MARKER, 0, CHAIN), stored(MARKER, 0, CHAIN)]))
+            marked_s = time.monotonic()
     sys.stdin.readline()
     for number, one in enumerate(ready):
         publisher.send(one)
@@ -166,7 +171,7 @@ def publish(blocks: int, batch: int, rate: float, seconds: float) -> None:
                 time.sleep(0.0002)
             publisher.send(payload(events))
             publisher.answer_replays()
-    while not poller.poll(20):
+    while sys.stdin.fileno() not in dict(poller.poll(20)):
         publisher.answer_replays()
 
 
