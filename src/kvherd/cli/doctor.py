@@ -1,0 +1,148 @@
+"""`kvherd doctor`: what stands between one server and right KV routing, and how to mend it."""
+
+import asyncio
+import json
+import secrets
+from collections import Counter
+from collections.abc import Mapping
+from contextlib import AsyncExitStack
+from functools import partial
+from pathlib import Path
+from typing import Annotated
+from urllib.parse import urlsplit
+
+import typer
+import uvloop
+
+from kvherd.adapters.grpc_kv_feed import GrpcKvFeed
+from kvherd.adapters.grpc_methods import engine_methods
+from kvherd.adapters.grpc_url import grpc_address
+from kvherd.adapters.grpc_worker import GrpcWorker
+from kvherd.adapters.http_exchange import HttpAsker
+from kvherd.adapters.http_pool import HttpPool
+from kvherd.adapters.http_url import http_address
+from kvherd.adapters.http_worker import HttpWorker
+from kvherd.cli.bridge import frame_feeds
+from kvherd.cli.gateway import tokenizer_from
+from kvherd.cli.tables import print_table
+from kvherd.core.errors import OptionInvalid
+from kvherd.core.ids import Rank, WorkerId
+from kvherd.ports.kv_frames import FrameFeed
+from kvherd.ports.worker import Worker
+from kvherd.services.doctor.examination import examine
+from kvherd.services.doctor.findings import Diagnosis, Finding, Verdict
+from kvherd.services.doctor.instruments import Complaint, Instruments
+
+HEADINGS = ("CHECK", "VERDICT", "SEEN", "WHAT TO DO")
+EXIT_PROBLEM = 1
+EXIT_UNREACHABLE = 3
+
+
+def command(
+    *,
+    url: Annotated[str, typer.Argument(metavar="URL", help="http://HOST:PORT or grpc://HOST:PORT of one server.")],
+    events: Annotated[
+        str | None,
+        typer.Option(help="Where its KV events are: tcp://HOST:PORT, ipc://PATH, or grpc://HOST:PORT of a bridge."),
+    ] = None,
+    replay: Annotated[str | None, typer.Option(help="Where it replays them: tcp://HOST:PORT or ipc://PATH.")] = None,
+    bind_events: Annotated[
+        bool, typer.Option("--bind-events", help="Listen for the events: the engine connects here.")
+    ] = False,
+    tokenizer: Annotated[
+        Path | None, typer.Option(exists=True, file_okay=False, help="The model's directory, on this machine.")
+    ] = None,
+    requests: Annotated[
+        bool, typer.Option("--requests/--no-requests", help="Send three completions of one token each, or none.")
+    ] = True,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON, for programs.")] = False,
+) -> None:
+    """Look at one server, and say what stands in the way of right KV routing and how to mend it.
+
+    Says of each check what was seen: ok, warning (works, and could do better), problem (stands in the way) or unknown
+    (could not be seen). Nothing is flushed or changed. To see events come, it sends three completions of one token.
+
+    Takes half a minute at the most. Exit code 0 if no problem was found, 1 if one was, 2 for an option that is
+    wrong, 3 if the server cannot be reached.
+    """
+    complaint = _complaint(url, events, replay, tokenizer, bind=bind_events, requests=requests)
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        diagnosis = runner.run(_examined(complaint))
+    if as_json:
+        print(json.dumps(diagnosis.as_json(), indent=2))
+    else:
+        print_table(HEADINGS, map(_row, diagnosis.findings), numeric=frozenset())
+        print(_summary(diagnosis))
+    if not diagnosis.reachable:
+        raise typer.Exit(EXIT_UNREACHABLE)
+    if not diagnosis.fine:
+        raise typer.Exit(EXIT_PROBLEM)
+
+
+def _complaint(
+    url: str, events: str | None, replay: str | None, tokenizer: Path | None, *, bind: bool, requests: bool
+) -> Complaint:
+    """Raises `OptionInvalid`."""
+    if url.startswith("grpc:"):
+        grpc_address(url, option="URL")
+    else:
+        try:
+            http_address(url)
+        except OptionInvalid as error:
+            raise OptionInvalid("URL", error.problem) from None
+    if events is None and (replay or bind):
+        raise OptionInvalid("--replay" if replay else "--bind-events", "says nothing without --events")
+    if events is not None and events.startswith("grpc:"):
+        grpc_address(events, option="--events")
+        if replay or bind:
+            raise OptionInvalid("--replay" if replay else "--bind-events", "is for an engine's own sockets only")
+    elif events is not None:
+        frame_feeds(events, replay, ranks=1, bind_events=bind)
+    host = urlsplit(url).hostname or "127.0.0.1"
+    return Complaint(
+        url=url,
+        host=f"[{host}]" if ":" in host else host,
+        events=events,
+        replay=replay,
+        bind=bind,
+        tokenizer=str(tokenizer) if tokenizer else None,
+        requests=requests,
+    )
+
+
+async def _examined(complaint: Complaint) -> Diagnosis:
+    async with AsyncExitStack() as stack:
+        return await examine(complaint, _instruments(complaint.url, stack), nonce=secrets.token_hex(8))
+
+
+def _instruments(url: str, stack: AsyncExitStack) -> Instruments:
+    name, door, methods = WorkerId(url), None, None
+    worker: Worker
+    if url.startswith("grpc:"):
+        worker, methods = GrpcWorker(name), partial(engine_methods, url)
+    else:
+        address = http_address(url)
+        pool = HttpPool(address.host, address.port)
+        worker, door = HttpWorker(name, url, pool=pool), HttpAsker(name, address, pool, api_key=None)
+    stack.push_async_callback(worker.close)
+    return Instruments(
+        worker=worker, door=door, methods=methods, frames=_frames, feed=GrpcKvFeed, tokenizer=tokenizer_from
+    )
+
+
+def _frames(events: str, replay: str | None, ranks: int, bind: bool) -> Mapping[Rank, FrameFeed]:
+    return frame_feeds(events, replay, ranks=ranks, bind_events=bind)
+
+
+def _row(finding: Finding) -> list[object]:
+    return [finding.check, finding.verdict.value, finding.seen, finding.advice]
+
+
+def _summary(diagnosis: Diagnosis) -> str:
+    if not diagnosis.reachable:
+        return f"{diagnosis.url} cannot be reached"
+    counts = Counter(one.verdict for one in diagnosis.findings)
+    if diagnosis.fine:
+        rest = ", ".join(f"{counts[one]} {one.value}" for one in (Verdict.WARNING, Verdict.UNKNOWN) if counts[one])
+        return f"nothing stands in the way{f' ({rest})' if rest else ''}"
+    return f"{counts[Verdict.PROBLEM]} of {len(diagnosis.findings)} checks found what stands in the way"

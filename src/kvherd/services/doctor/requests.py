@@ -1,0 +1,95 @@
+"""The tiny requests that the doctor sends: one token each, of a prompt that nobody sent before."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from kvherd.core.errors import CallerError, WorkerFailed
+from kvherd.core.ids import RequestId
+from kvherd.ports.completions import Tokenizer, Usage
+from kvherd.ports.worker import Call, Worker
+from kvherd.services.doctor.instruments import Chart
+
+USUAL_BLOCK = 64
+_SHOWN = 200
+
+
+@dataclass(slots=True)
+class _Kept:
+    """Implements `ports.worker.Responder`."""
+
+    status: int = 0
+    body: bytearray = field(default_factory=bytearray)
+    failure: str = ""
+
+    @property
+    def started(self) -> bool:
+        return self.status != 0
+
+    def start(self, status: int, headers: Sequence[tuple[bytes, bytes]]) -> None:
+        self.status = status
+
+    def write(self, data: bytes) -> None:
+        self.body += data
+
+    def end(self) -> None:
+        return
+
+    def fail(self, reason: str) -> None:
+        self.failure = reason
+
+    async def drain(self) -> None:
+        return
+
+
+@dataclass(slots=True)
+class Sender:
+    """Sends requests to one server. `nonce` makes their prompt new to it; `answered` counts the answers."""
+
+    chart: Chart
+    worker: Worker
+    known: Tokenizer | None
+    nonce: str
+    answered: int = 0
+
+    async def send(self, *, stream: bool = False) -> Usage | None:
+        """What the answer said that it cost, None if nothing. Raises a `WorkerError` for anything but an answer."""
+        fields: dict[str, object] = {
+            "model": self.chart.model,
+            "prompt": self.prompt,
+            "max_tokens": 1,
+            "temperature": 0,
+        }
+        if stream:
+            fields |= {"stream": True, "stream_options": {"include_usage": True}}
+        told: list[Usage] = []
+        call = Call(
+            "POST",
+            "/v1/completions",
+            [(b"content-type", b"application/json")],
+            json.dumps(fields).encode(),
+            RequestId(f"kvherd-doctor-{self.nonce}-{'s' if stream else 'w'}"),
+            model=self.chart.model,
+            stream=stream,
+            prompt_token_ids=self.known.encode(self.prompt, add_special_tokens=True) if self.known else None,
+            on_usage=told.append,
+        )
+        kept = _Kept()
+        try:
+            await self.worker.forward(call, kept)
+        except CallerError as error:
+            raise WorkerFailed(self.worker.id, str(error)) from error
+        if kept.status != 200 or kept.failure:
+            why = kept.failure or bytes(kept.body[:_SHOWN]).decode("utf-8", "replace")
+            raise WorkerFailed(self.worker.id, f"a completion gave HTTP {kept.status}: {' '.join(why.split())}")
+        self.answered += 1
+        return told[0] if told else None
+
+    @property
+    def prompt(self) -> str:
+        """At least two blocks long, whatever the vocabulary, and within the context."""
+        facts = self.chart.facts
+        words = 2 * (facts.block_size or USUAL_BLOCK) + 8
+        if facts.max_context_tokens:
+            words = min(words, facts.max_context_tokens // 8)
+        return f"{self.nonce}: " + " and".join(str(number % 10) for number in range(words))
