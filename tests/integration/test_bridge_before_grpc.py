@@ -45,6 +45,10 @@ class Row:
         assert answer.status_code == 200, answer.text
         return answer
 
+    def serves(self) -> bool:
+        body = {"model": "tiny", "prompt": "are you there?", "max_tokens": 1}
+        return httpx.post(f"{self.gateway.url}/v1/completions", json=body, timeout=20).status_code == 200
+
     def cached(self, prompt: str) -> tuple[int, int]:
         """Predicted and reported."""
         answer = self.complete(prompt)
@@ -149,6 +153,7 @@ def test_an_engine_that_is_killed_and_started_again_is_another_one_to_all_who_fo
         assert [event.WhichOneof("data") for event in first.events] == ["cleared"]
         fresh.cancel()
     wait_until(lambda: row.kv["state"] == "live", within_s=10, what="its events are followed again")
+    wait_until(row.serves, within_s=20, what="the gateway has noticed its death, and its return")
     assert row.cached(prompt) == (0, 0)
     assert not row.bridge.process.has_ended()
     assert "Traceback" not in row.bridge.process.said

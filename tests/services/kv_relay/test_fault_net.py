@@ -61,7 +61,7 @@ class Stage:
     def truths(self) -> dict[Rank, CacheTruth]:
         return {one.rank: one.truth for one in self.publishers}
 
-    async def is_true(self, within_s: float = 5.0) -> None:
+    async def is_true(self, within_s: float = 10.0) -> None:
         await assert_true(self.followers, ANN, self.truths, within_s=within_s)
 
     async def keeps_its_promise(self) -> None:
