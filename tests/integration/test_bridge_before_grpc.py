@@ -135,7 +135,7 @@ def test_an_engine_that_is_killed_and_started_again_is_another_one_to_all_who_fo
     with grpc.insecure_channel(f"127.0.0.1:{row.bridge.port}") as channel:
         stub = SglangSchedulerStub(channel)
         events = stub.SubscribeKvEvents(common_pb2.SubscribeKvEventsRequest(), timeout=60)
-        before = dict(events.initial_metadata())["kvherd-epoch"]
+        before, followed = dict(events.initial_metadata())["kvherd-epoch"], row.kv["epoch"]
         assert next(events).events
         row.restart_engine()
         with pytest.raises(grpc.RpcError) as ended:
@@ -152,8 +152,12 @@ def test_an_engine_that_is_killed_and_started_again_is_another_one_to_all_who_fo
         assert first.HasField("snapshot")
         assert [event.WhichOneof("data") for event in first.events] == ["cleared"]
         fresh.cancel()
-    wait_until(lambda: row.kv["state"] == "live", within_s=10, what="its events are followed again")
-    wait_until(row.serves, within_s=20, what="the gateway has noticed its death, and its return")
+    wait_until(
+        lambda: row.kv["state"] == "live" and row.kv["epoch"] != followed,
+        within_s=20,
+        what="the gateway has noticed its death, and follows its next life",
+    )
+    wait_until(row.serves, within_s=20, what="the gateway has noticed its return")
     assert row.cached(prompt) == (0, 0)
     assert not row.bridge.process.has_ended()
     assert "Traceback" not in row.bridge.process.said

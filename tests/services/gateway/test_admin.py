@@ -395,6 +395,7 @@ async def test_a_worker_that_never_answers_an_order_to_profile_times_out() -> No
     assert asyncio.get_running_loop().time() == pytest.approx(605.1, abs=0.5)
 
 
+@pytest.mark.net  # they are merged in a thread, which virtual time does not know
 async def test_engines_metrics_are_one_page() -> None:
     async with gateway(fake(ANN, tells_metrics=b"up 1\n"), fake(BOB, tells_metrics=b"up 0\n")) as client:
         text = (await client.get("/engine_metrics")).text

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 TRACE_SUFFIX = ".trace.json"
+MERGED_SUFFIX = f"merged{TRACE_SUFFIX}"
 
 
 class Activity(StrEnum):

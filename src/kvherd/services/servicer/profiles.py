@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvherd.core.engine.profile import Activity, ProfileRequest, ProfileWish
+from kvherd.core.engine.profile import MERGED_SUFFIX, Activity, ProfileRequest, ProfileWish
 from kvherd.core.engine.reports import OrderReport
 from kvherd.core.errors import FieldInvalid, OrderConflict, OrderRefused, OrderTimedOut
 from kvherd.core.ids import OrderId
@@ -67,7 +67,9 @@ class Profiles:
             refusals = [answer for answer in report.answers if not answer.done]
             kind = OrderConflict if all(answer.conflict for answer in refusals) else OrderRefused
             raise kind(message_of(OrderReport(tuple(refusals)), ranks=len(report.answers)))
-        files = tuple(file for answer in report.answers for file in answer.files)
+        # Ranks that end in one moment each find all files there, and each merges them, into the same one.
+        told = dict.fromkeys(file for answer in report.answers for file in answer.files)
+        files = tuple(sorted(told, key=lambda file: file.endswith(MERGED_SUFFIX)))
         return ProfileDone(profile_id or report.answers[0].profile_id, message_of(report), files)
 
     def _directory(self, wanted: str | None) -> str:
