@@ -24,7 +24,6 @@ from kvherd.testing.processes import command_line, wait_until
 
 pytestmark = pytest.mark.engine
 
-LONG = {"model": "tiny", "prompt": "hello", "max_tokens": 2000, "ignore_eos": True, "stream": True}
 SHORT = {"model": "smollm2", "prompt": "other", "max_tokens": 3, "ignore_eos": True}
 
 

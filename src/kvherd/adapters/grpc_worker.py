@@ -27,10 +27,9 @@ from kvherd.ports.worker import (
     WorkerLoad,
     not_held,
 )
-from kvherd.wire.sglang_pb import HOLD_KEY
+from kvherd.wire.sglang_pb import HOLD_KEY, RANKS_KEY
 from kvherd.wire.worker_pb import struct_values
 
-RANKS_KEY = "kvherd-ranks"
 _ranks = msgspec.json.Decoder(list[RankOutcome])
 
 

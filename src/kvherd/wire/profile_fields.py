@@ -34,7 +34,22 @@ _NUMBER = re.compile(r"[0-9]{1,10}")
 
 def decode_start_profile(body: bytes) -> ProfileWish:
     """Raises `BodyNotJson` or `FieldInvalid`. No body at all asks for a profile as it is by default."""
-    fields = _known(body, _FIELDS)
+    return _wish(_known(body, _FIELDS))
+
+
+def decode_stop_profile(body: bytes) -> None:
+    """Nothing may be said there. Raises `BodyNotJson` or `FieldInvalid`."""
+    _known(body, ())
+
+
+def read_start_profile(message: common_pb2.StartProfileRequest) -> ProfileWish:
+    """The fields that the gRPC protocol has. Raises `FieldInvalid`."""
+    given: dict[str, Any] = {name.name: value for name, value in message.ListFields()}
+    given["activities"] = list(message.activities)
+    return _wish(Fields(given))
+
+
+def _wish(fields: Fields) -> ProfileWish:
     return ProfileWish(
         output_dir=_directory(fields.text("output_dir", None)),
         start_step=_whole(fields, "start_step", low=0),
@@ -47,27 +62,6 @@ def decode_start_profile(body: bytes) -> ProfileWish:
         merge=fields.flag("merge_profiles"),
         prefix=_name(fields, "profile_prefix") or "",
         profile_id=_name(fields, "profile_id"),
-    )
-
-
-def decode_stop_profile(body: bytes) -> None:
-    """Nothing may be said there. Raises `BodyNotJson` or `FieldInvalid`."""
-    _known(body, ())
-
-
-def read_start_profile(message: common_pb2.StartProfileRequest) -> ProfileWish:
-    """The fields that the gRPC protocol has. Raises `FieldInvalid`."""
-    given: dict[str, Any] = {name.name: value for name, value in message.ListFields()}
-    given["activities"] = list(message.activities)
-    fields = Fields(given)
-    return ProfileWish(
-        output_dir=_directory(fields.text("output_dir", None)),
-        start_step=_whole(fields, "start_step", low=0),
-        num_steps=_whole(fields, "num_steps", low=1),
-        activities=fields.sequence("activities", text_item, most=16),
-        with_stack=fields.flag("with_stack"),
-        record_shapes=fields.flag("record_shapes"),
-        by_stage=fields.flag("profile_by_stage"),
     )
 
 

@@ -21,6 +21,8 @@ from kvherd.core.ids import Rank, RequestId
 MOST_CHOICES = 128
 HOLD_KEY = "kvherd-hold"
 """Metadata of FlushCache: "1" lets requests that come meanwhile wait behind the flush. The protocol has no field."""
+RANKS_KEY = "kvherd-ranks"
+"""Trailing metadata of FlushCache: each rank's outcome, as JSON."""
 _SEEDS = 2**63
 
 

@@ -1,7 +1,6 @@
 """The field's two engine protocols in front of one stock engine: its KV events, and what it can be asked over HTTP."""
 
 import asyncio
-import hashlib
 import math
 from collections.abc import Awaitable
 from types import ModuleType
@@ -23,21 +22,19 @@ from kvherd.core.ids import Rank
 from kvherd.ports.kv_stream import Flushed, KvEventDoor
 from kvherd.ports.worker import Worker
 from kvherd.services.bridge import engine_answers
-from kvherd.services.kv_relay.grpc_edge import Context, Handler, rpc
-from kvherd.wire.sglang_pb import HOLD_KEY
+from kvherd.services.kv_relay.grpc_edge import Context, Handler, hand_out, rpc
+from kvherd.wire.sglang_pb import HOLD_KEY, RANKS_KEY
 
 Message: TypeAlias = Any
 """A message of either protocol: generated, untyped."""
 
 T = TypeVar("T")
 
-RANKS_KEY = "kvherd-ranks"
 ANSWER_S = 5.0
 """How long the engine may take to answer, beside what it may wait until it is idle."""
 LONGEST_FLUSH_S = 3600.0
 PROFILE_S = 600.0
 """How long the engine may take to begin or to end a profile: traces are large."""
-CHUNK_BYTES = 2**20
 
 
 class _Door:
@@ -104,11 +101,7 @@ class _Door:
         data = self._tokenizer_zip
         if data is None:
             raise Unsupported("GetTokenizer (the bridge was started without --tokenizer)")
-        digest = hashlib.sha256(data).hexdigest()
-        for start in range(0, len(data), CHUNK_BYTES):
-            last = start + CHUNK_BYTES >= len(data)
-            chunk = data[start : start + CHUNK_BYTES]
-            await context.write(common_pb2.GetTokenizerChunk(data=chunk, sha256=digest if last else ""))
+        await hand_out(data, context)
 
     @rpc
     async def StartProfile(  # noqa: N802 - the protocol names it

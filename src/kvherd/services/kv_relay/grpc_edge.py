@@ -1,6 +1,7 @@
 """The edge of every gRPC server before an engine: errors become statuses, and open calls end with a sentence."""
 
 import asyncio
+import hashlib
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -8,11 +9,14 @@ from functools import wraps
 from typing import Any, TypeAlias, TypeVar, cast
 
 import grpc
+from smg_grpc_proto.generated import common_pb2
 
 from kvherd.core.errors import KvherdError
 from kvherd.wire.status import public_message, status_of
 
 log = logging.getLogger(__name__)
+
+_CHUNK_BYTES = 2**20
 
 Context: TypeAlias = Any
 """A `grpc.aio.ServicerContext`; grpc has no types."""
@@ -26,6 +30,15 @@ async def refuse(context: Context, error: Exception) -> None:
     if not isinstance(error, KvherdError):
         log.error("an RPC failed unforeseen", exc_info=error)
     await context.abort(grpc.StatusCode[status_of(error).grpc], public_message(error))
+
+
+async def hand_out(archive: bytes, context: Context) -> None:
+    """Answer GetTokenizer: the archive in chunks, its SHA-256 on the last."""
+    digest = hashlib.sha256(archive).hexdigest()
+    for start in range(0, len(archive), _CHUNK_BYTES):
+        last = start + _CHUNK_BYTES >= len(archive)
+        chunk = archive[start : start + _CHUNK_BYTES]
+        await context.write(common_pb2.GetTokenizerChunk(data=chunk, sha256=digest if last else ""))
 
 
 def rpc(handler: H) -> H:

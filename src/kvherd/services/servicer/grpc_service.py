@@ -1,6 +1,5 @@
 """`sglang.grpc.scheduler.SglangScheduler` in front of one engine's scheduler."""
 
-import hashlib
 from collections.abc import Awaitable
 from contextlib import aclosing
 from datetime import UTC, datetime
@@ -17,7 +16,7 @@ from kvherd.core.errors import FieldInvalid, OrderConflict, OrderRefused, OrderT
 from kvherd.core.ids import OrderId, RequestId
 from kvherd.ports.kv_stream import KvEventDoor
 from kvherd.ports.scheduler import Scheduler
-from kvherd.services.kv_relay.grpc_edge import Context, Handler, refuse, rpc
+from kvherd.services.kv_relay.grpc_edge import Context, Handler, hand_out, refuse, rpc
 from kvherd.services.servicer.answers import ChoiceAnswer
 from kvherd.services.servicer.config import ServicerConfig
 from kvherd.services.servicer.facts import EngineFacts
@@ -25,10 +24,7 @@ from kvherd.services.servicer.generations import Generations
 from kvherd.services.servicer.order_edge import checked_timeout, message_of, ranks_json
 from kvherd.services.servicer.profiles import ProfileDone, Profiles
 from kvherd.wire.profile_fields import read_start_profile
-from kvherd.wire.sglang_pb import HOLD_KEY, decode_generate, encode_load
-
-RANKS_KEY = "kvherd-ranks"
-CHUNK_BYTES = 2**20
+from kvherd.wire.sglang_pb import HOLD_KEY, RANKS_KEY, decode_generate, encode_load
 
 
 class SglangService(sglang_scheduler_pb2_grpc.SglangSchedulerServicer):  # type: ignore[misc] # generated, untyped
@@ -142,12 +138,7 @@ class SglangService(sglang_scheduler_pb2_grpc.SglangSchedulerServicer):  # type:
     async def GetTokenizer(  # noqa: N802
         self, request: common_pb2.GetTokenizerRequest, context: Context
     ) -> None:
-        data = self._config.tokenizer_zip
-        digest = hashlib.sha256(data).hexdigest()
-        for start in range(0, len(data), CHUNK_BYTES):
-            last = start + CHUNK_BYTES >= len(data)
-            chunk = data[start : start + CHUNK_BYTES]
-            await context.write(common_pb2.GetTokenizerChunk(data=chunk, sha256=digest if last else ""))
+        await hand_out(self._config.tokenizer_zip, context)
 
     # --- orders ----------------------------------------------------------------
 
