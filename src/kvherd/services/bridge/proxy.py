@@ -32,6 +32,8 @@ _LONE_REQUEST_S: Final = 0.02
 """How long after a call's first request its end may come for the call to count as one of a single request."""
 _NO_HEADERS_S: Final = 0.1
 """A refusal without headers looks like empty headers until its status is read, a moment later."""
+_CHANNEL_TELLS_S: Final = 0.2
+"""How long after its calls a broken channel may still say that it is ready. Seen: less than a millisecond, mostly."""
 
 _HOP: Final = frozenset({"user-agent", "te", "content-type", "connection", "host", "lb-token", "lb-cost-bin"})
 _PASSED: Final = frozenset({"grpc-status-details-bin", "grpc-trace-bin", "grpc-tags-bin"})
@@ -137,9 +139,18 @@ class EngineProxy(grpc.GenericRpcHandler):  # type: ignore[misc] # grpc has no t
             context.set_trailing_metadata(trailers)
             context.set_details(details)
             return
-        if code is grpc.StatusCode.UNAVAILABLE and self._channel.get_state() is not grpc.ChannelConnectivity.READY:
+        if code is grpc.StatusCode.UNAVAILABLE and await self._connection_lost():
             raise WorkerUnreachable(self._engine, details)
         await context.abort(code, details, trailers)
+
+    async def _connection_lost(self) -> bool:
+        """Whether the connection is what ended a call: gRPC ends the calls first and tells of it a moment later."""
+        until_s = asyncio.get_running_loop().time() + _CHANNEL_TELLS_S
+        while self._channel.get_state() is grpc.ChannelConnectivity.READY:
+            if asyncio.get_running_loop().time() >= until_s:
+                return False
+            await asyncio.sleep(_CHANNEL_TELLS_S / 20)
+        return True
 
 
 class _Method:
