@@ -1,7 +1,5 @@
 """Chat templates: what they are given, and what becomes of a template that fails."""
 
-import time
-
 import pytest
 
 from kvherd.adapters.chat_template import CHATML, ChatTemplate
@@ -78,12 +76,10 @@ def test_special_tokens_in_a_message_stay() -> None:
     ],
 )
 def test_a_template_that_fails_is_the_callers_to_know(source: str, said: str) -> None:
-    begun = time.monotonic()
     with pytest.raises(FieldInvalid) as refused:
         render(source, call(USER))
     assert str(refused.value).startswith("messages: the chat template of this model refuses them: ")
     assert said in str(refused.value)
-    assert time.monotonic() - begun < 1
 
 
 def test_a_template_that_cannot_be_read_is_the_models_fault() -> None:

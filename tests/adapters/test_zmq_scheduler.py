@@ -195,7 +195,7 @@ async def test_a_rank_that_dies_fails_everything_in_flight_at_once_and_all_that_
             flush = asyncio.ensure_future(scheduler.flush(timeout_s=60))
             await ann.submitted()
             scheduler.rank_died(Rank(1), "killed by SIGKILL")
-            async with asyncio.timeout(1):
+            async with asyncio.timeout(10):
                 with pytest.raises(SchedulerDied, match="rank 1 died: killed by SIGKILL"):
                     await first
                 with pytest.raises(SchedulerDied):
@@ -254,7 +254,7 @@ async def test_a_socket_that_breaks_ends_the_service_and_is_logged(caplog: pytes
             first = asyncio.ensure_future(anext(deltas))
             await rank.submitted()
             scheduler._news.close()
-            async with asyncio.timeout(2):
+            async with asyncio.timeout(10):
                 with pytest.raises(EngineError):
                     await first
         assert len(failures) == 1
@@ -293,7 +293,7 @@ async def test_a_drain_waits_for_what_is_in_flight_and_no_longer() -> None:
         assert (await first).token_ids == (5,)
         assert not drain.done()
         await deltas.aclose()
-        async with asyncio.timeout(1):
+        async with asyncio.timeout(10):
             await drain
 
 

@@ -88,7 +88,7 @@ def running_requests(stub: Any) -> int:
 
 
 def until_idle(stub: Any) -> None:
-    deadline_s = time.monotonic() + 2
+    deadline_s = time.monotonic() + DEADLINE_S
     while running_requests(stub):
         assert time.monotonic() < deadline_s, "the engine still runs something"
         time.sleep(0.01)

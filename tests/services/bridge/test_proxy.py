@@ -244,7 +244,7 @@ async def test_a_client_that_leaves_ends_the_call_on_the_engine(name: str) -> No
         await call.write(b"x")
         await until(lambda: [one[0] for one in at.engine.seen] == [name])
         call.cancel()
-        await until(lambda: at.engine.ended == [name], within_s=1.0)
+        await until(lambda: at.engine.ended == [name], within_s=10)
 
 
 async def test_a_client_whose_connection_breaks_ends_its_calls_on_the_engine() -> None:
@@ -253,7 +253,7 @@ async def test_a_client_whose_connection_breaks_ends_its_calls_on_the_engine() -
             held = [channel.unary_stream("/any.Service/Hold")(b"") for _ in range(8)]
             for call in held:
                 await call.initial_metadata()
-        await until(lambda: at.engine.ended == ["Hold"] * 8, within_s=1.0)
+        await until(lambda: at.engine.ended == ["Hold"] * 8, within_s=10)
 
 
 async def test_an_engine_that_goes_away_is_unavailable_by_name_and_so_is_one_that_is_not_there() -> None:
@@ -295,18 +295,18 @@ async def test_a_bridge_that_stops_lets_calls_finish_and_ends_the_rest_in_words(
         await finish.wait()
         await context.write(b"done")
 
-    async with proxied(drain_s=0.5) as at:
+    async with proxied(drain_s=2) as at:
         at.engine.calls |= {"Short": short, "Watch": at.engine.calls["Hold"]}
         calls = {name: at.ask(name) for name in ("Short", "Hold", "Watch")}
         for call in calls.values():
             await call.initial_metadata()
         async with asyncio.TaskGroup() as group:
             group.create_task(at.bridge.__aexit__(None, None, None))
-            async with asyncio.timeout(0.4):
-                assert await calls["Watch"].code() is grpc.StatusCode.UNAVAILABLE
+            assert await calls["Watch"].code() is grpc.StatusCode.UNAVAILABLE
+            assert not calls["Hold"].done()
             finish.set()
             assert await answers_of(calls["Short"]) == [b"done"]
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(10):
                 assert await calls["Hold"].code() is grpc.StatusCode.UNAVAILABLE
         assert await calls["Hold"].details() == "the bridge is stopping"
         await until(lambda: sorted(at.engine.ended) == ["Hold", "Watch"])

@@ -36,7 +36,7 @@ def _stored(sequence: int) -> KvEventBatch:
 async def test_an_accepted_subscription_gets_its_headers_at_once_with_the_epoch(doors: Opened) -> None:
     async with doors() as at:
         call = at.stub.SubscribeKvEvents(FROM_ZERO)
-        async with asyncio.timeout(2):
+        async with asyncio.timeout(10):
             metadata = dict(await call.initial_metadata())
         assert metadata["kvherd-epoch"] == at.events.epoch
         assert at.events.asked == [(0, {}, None)]
