@@ -75,7 +75,8 @@ async def reading(reader: Reader) -> AsyncIterator[asyncio.Task[None]]:
 
 
 async def known(relay: KvRelay, blocks: int, rank: Rank = RANK) -> None:
-    await until(lambda: relay.blocks(rank) == blocks, f"the relay knows {blocks} blocks")
+    what = f"the relay knows {blocks} blocks and tells"
+    await until(lambda: relay.blocks(rank) == blocks and not relay.refusal, what)
 
 
 async def ends(stream: Awaitable[None], error: type[Exception]) -> None:
@@ -183,7 +184,7 @@ async def test_a_restarted_publisher_begins_a_new_epoch_with_its_own_blocks_only
             await publisher.publish(lost=True)
         await publisher.publish(block(7))
         await ends(stream, EpochEnded)
-        await until(lambda: relay.blocks(RANK) == 1, "only the new life's block")
+        await known(relay, 1)
         assert relay.epoch != epoch
         again = Reader(relay)
         async with reading(again):
@@ -199,6 +200,25 @@ async def test_a_reconnection_to_the_same_publisher_is_no_new_epoch() -> None:
         await publisher.publish(block(2), lost=True)
         await known(relay, 2)
         assert relay.epoch == epoch
+
+
+async def test_nobody_new_is_told_what_may_be_a_dead_engine_s() -> None:
+    slow_to_take_back = RelayOptions(probe_s=0.05, replay_silence_s=0.3, doubt_s=60)
+    async with FakePublisher() as publisher, relay_of(publisher, options=slow_to_take_back) as relay:
+        await publisher.publish(block(1))
+        await known(relay, 1)
+        told, epoch = aiter(relay.subscribe()), relay.epoch
+        await anext(told)
+        await publisher.__aexit__(None, None, None)
+        await until(lambda: "connection" in relay.refusal, "new subscribers are refused")
+        with pytest.raises(StreamBroken, match="rank 0: .*connection"):
+            relay.subscribe()
+        assert relay.epoch == epoch, "who was told before keeps it for a while"
+        await publisher.__aenter__()
+        await until(lambda: not relay.refusal, "they are welcome again")
+        relay.subscribe()
+        await ends(anext(told), EpochEnded)
+        assert relay.blocks(RANK) == 0
 
 
 async def test_an_engine_without_replay_starts_over_at_a_gap() -> None:

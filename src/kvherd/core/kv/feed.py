@@ -159,6 +159,13 @@ class RankFeed:
             return "batches are missing, and its replay does not bring them"
         return "its replay does not answer to the end" if self._asked or not self._ended else ""
 
+    @property
+    def unproved(self) -> str:
+        """Why what was forwarded may be of a publisher that is gone by now; empty if there is no reason to think so."""
+        if self._cursor.last in (None, BIRTH):
+            return ""
+        return self._cut or ("its connection was made anew and is not proved yet" if self._unproved else "")
+
     def handle(self, event: FeedEvent) -> list[Instruction]:
         instructions = self._handle(event)
         self._asked = any(isinstance(one, AskReplay) for one in instructions)

@@ -114,6 +114,17 @@ class KvRelay:
         """How many different blocks the rank is known to hold."""
         return len(self._life.histories[rank].state)
 
+    @property
+    def refusal(self) -> str:
+        """Why nobody can subscribe now; empty if they can.
+
+        Whoever was told before may keep it for `doubt_s`; nobody is told anew what may be a dead engine's.
+        """
+        for line in self._lines.values():
+            if line.taken_back or line.feed.unproved:
+                return f"rank {line.rank}: {line.feed.doubt or 'it was in doubt a moment ago'}"
+        return ""
+
     def subscribe(
         self,
         *,
@@ -121,9 +132,8 @@ class KvRelay:
         cursors: Mapping[Rank, int] | None = None,
         epoch: Epoch | None = None,
     ) -> Subscription:
-        for line in self._lines.values():
-            if line.taken_back:
-                raise StreamBroken(f"rank {line.rank}: {line.feed.doubt}")
+        if self.refusal:
+            raise StreamBroken(self.refusal)
         return self._life.begin(start_sequence_number, cursors or {}, epoch)
 
     def rank_started(self, rank: Rank) -> None:
