@@ -211,7 +211,7 @@ async def test_nobody_new_is_told_what_may_be_a_dead_engine_s() -> None:
         await anext(told)
         await publisher.__aexit__(None, None, None)
         await until(lambda: "connection" in relay.refusal, "new subscribers are refused")
-        with pytest.raises(StreamBroken, match="rank 0: .*connection"):
+        with pytest.raises(StreamBroken, match=r"rank 0: .*connection"):
             relay.subscribe()
         assert relay.epoch == epoch, "who was told before keeps it for a while"
         await publisher.__aenter__()
