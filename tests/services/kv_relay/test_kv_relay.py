@@ -79,7 +79,7 @@ async def known(relay: KvRelay, blocks: int, rank: Rank = RANK) -> None:
     await until(lambda: relay.blocks(rank) == blocks and not relay.refusal, what)
 
 
-async def ends(stream: Awaitable[None], error: type[Exception]) -> None:
+async def ends(stream: Awaitable[object], error: type[Exception]) -> None:
     async with asyncio.timeout(5):
         with pytest.raises(error):
             await stream
@@ -208,7 +208,7 @@ async def test_nobody_new_is_told_what_may_be_a_dead_engine_s() -> None:
         await publisher.publish(block(1))
         await known(relay, 1)
         told, epoch = aiter(relay.subscribe()), relay.epoch
-        await anext(told)
+        assert isinstance(await anext(told), SnapshotChunk)
         await publisher.__aexit__(None, None, None)
         await until(lambda: "connection" in relay.refusal, "new subscribers are refused")
         with pytest.raises(StreamBroken, match=r"rank 0: .*connection"):
