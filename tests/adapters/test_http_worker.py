@@ -16,6 +16,7 @@ from kvherd.core.errors import (
     OptionInvalid,
     WorkerError,
     WorkerFailed,
+    WorkerLocked,
     WorkerRefused,
     WorkerUnreachable,
     WorkerUnsupported,
@@ -103,6 +104,15 @@ async def test_a_key_of_the_worker_takes_the_place_of_the_clients() -> None:
         await worker.forward(sent, FakeResponder())
         assert [value for name, value in server.requests[0].headers if name == "authorization"] == ["Bearer k"]
         assert server.requests[0].target == "/base/v1/x"
+
+
+@pytest.mark.parametrize(("key", "says"), [(None, "wants an API key"), ("k", "does not accept the API key")])
+async def test_a_worker_that_wants_a_key_says_so(key: str | None, says: str) -> None:
+    refused = json_answer(b'{"error":"Unauthorized"}', "401 Unauthorized")
+    async with RawServer(saying(refused)) as server, worker_at(server.url, api_key=key) as worker:
+        with pytest.raises(WorkerLocked, match=says) as locked:
+            await worker.detect()
+    assert "KVHERD_ENGINE_API_KEY" in str(locked.value)
 
 
 async def test_connections_are_kept_and_shared() -> None:

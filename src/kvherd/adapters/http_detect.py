@@ -7,11 +7,12 @@ from typing import Any
 
 from kvherd.adapters.http_exchange import HttpAsker
 from kvherd.adapters.http_url import HttpAddress
-from kvherd.core.errors import WorkerRefused
+from kvherd.core.errors import WorkerLocked, WorkerRefused
 from kvherd.core.ids import WorkerId
 from kvherd.ports.worker import WorkerFacts, WorkerKind
 
 _SGLANG_FIELDS = frozenset({"internal_states", "tp_size", "dp_size", "server_args"})
+_LOCKED = frozenset({401, 403})
 _ANY_HOST = frozenset({"0.0.0.0", "::", "", "localhost", "127.0.0.1", "::1"})
 _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 
@@ -44,6 +45,8 @@ async def detect(worker: WorkerId, asker: HttpAsker, address: HttpAddress) -> Wo
 
 async def _models(worker: WorkerId, asker: HttpAsker) -> _Models:
     answer = await asker.ask("GET", "/v1/models")
+    if answer.status in _LOCKED:
+        raise WorkerLocked(worker, answer.status, shown=asker.has_key)
     listed = answer.document().get("data")
     if not answer.ok or not isinstance(listed, list):
         raise WorkerRefused(worker, f"GET /v1/models gave HTTP {answer.status}: {answer.reason()}")

@@ -83,6 +83,10 @@ class HttpAsker:
         self._pool = pool
         self._auth = f"authorization: Bearer {api_key}\r\n" if api_key else ""
 
+    @property
+    def has_key(self) -> bool:
+        return bool(self._auth)
+
     async def ask(
         self, method: str, path: str, *, body: bytes = b"", sent: Callable[[], None] | None = None
     ) -> HttpAnswer:

@@ -19,6 +19,7 @@ from kvherd.adapters.http_worker import HttpWorker
 from kvherd.adapters.tokenizer import tokenizer_from_directory
 from kvherd.adapters.zmq_endpoints import rank_endpoints, require_apart
 from kvherd.adapters.zmq_kv_feed import ZmqFrameFeed
+from kvherd.cli.engine_key import EngineKeyOption, engine_key
 from kvherd.cli.lifetime import until_stopped
 from kvherd.cli.logs import LogLevel, start_logging
 from kvherd.cli.ports import require_free
@@ -91,14 +92,7 @@ def command(
         Path | None,
         typer.Option(help="The model's directory; gateways learn its tokenizer and chat template from here."),
     ] = None,
-    engine_api_key: Annotated[
-        str | None,
-        typer.Option(
-            envvar="KVHERD_ENGINE_API_KEY",
-            show_envvar=True,
-            help="What an engine on HTTP wants as Authorization: Bearer KEY; better given by the environment.",
-        ),
-    ] = None,
+    engine_api_key: EngineKeyOption = None,
     log_level: Annotated[LogLevel, typer.Option(help="Least level of the log, which goes to standard error.")] = (
         LogLevel.INFO
     ),
@@ -132,7 +126,7 @@ def command(
         feeds=feeds,
         relay=RelayOptions(history_tokens=history_tokens),
         tokenizer_zip=tokenizer_from_directory(tokenizer).artifact_zip() if tokenizer else None,
-        engine_api_key=engine_api_key or None,
+        engine_api_key=engine_key(engine_api_key),
     )
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(until_stopped(run_bridge(plan), supervised=supervised))

@@ -23,6 +23,7 @@ from kvherd.adapters.http_pool import HttpPool
 from kvherd.adapters.http_url import http_address
 from kvherd.adapters.http_worker import HttpWorker
 from kvherd.cli.bridge import frame_feeds
+from kvherd.cli.engine_key import EngineKeyOption, engine_key
 from kvherd.cli.gateway import tokenizer_from
 from kvherd.cli.tables import print_table
 from kvherd.core.errors import OptionInvalid
@@ -55,6 +56,7 @@ def command(
     requests: Annotated[
         bool, typer.Option("--requests/--no-requests", help="Send three completions of one token each, or none.")
     ] = True,
+    engine_api_key: EngineKeyOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON, for programs.")] = False,
 ) -> None:
     """Look at one server, and say what stands in the way of right KV routing and how to mend it.
@@ -66,8 +68,9 @@ def command(
     wrong, 3 if the server cannot be reached.
     """
     complaint = _complaint(url, events, replay, tokenizer, bind=bind_events, requests=requests)
+    key = engine_key(engine_api_key)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        diagnosis = runner.run(_examined(complaint))
+        diagnosis = runner.run(_examined(complaint, key))
     if as_json:
         print(json.dumps(diagnosis.as_json(), indent=2))
     else:
@@ -110,12 +113,12 @@ def _complaint(
     )
 
 
-async def _examined(complaint: Complaint) -> Diagnosis:
+async def _examined(complaint: Complaint, key: str | None) -> Diagnosis:
     async with AsyncExitStack() as stack:
-        return await examine(complaint, _instruments(complaint.url, stack), nonce=secrets.token_hex(8))
+        return await examine(complaint, _instruments(complaint.url, key, stack), nonce=secrets.token_hex(8))
 
 
-def _instruments(url: str, stack: AsyncExitStack) -> Instruments:
+def _instruments(url: str, key: str | None, stack: AsyncExitStack) -> Instruments:
     name, door, methods = WorkerId(url), None, None
     worker: Worker
     if url.startswith("grpc:"):
@@ -123,7 +126,7 @@ def _instruments(url: str, stack: AsyncExitStack) -> Instruments:
     else:
         address = http_address(url)
         pool = HttpPool(address.host, address.port)
-        worker, door = HttpWorker(name, url, pool=pool), HttpAsker(name, address, pool, api_key=None)
+        worker, door = HttpWorker(name, url, api_key=key, pool=pool), HttpAsker(name, address, pool, api_key=key)
     stack.push_async_callback(worker.close)
     return Instruments(
         worker=worker, door=door, methods=methods, frames=_frames, feed=GrpcKvFeed, tokenizer=tokenizer_from

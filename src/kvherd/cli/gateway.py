@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -15,6 +16,7 @@ from kvherd.adapters.http_worker import HttpWorker
 from kvherd.adapters.tokenizer import tokenizer_from_directory
 from kvherd.adapters.zmq_endpoints import rank_endpoints, require_apart
 from kvherd.adapters.zmq_kv_feed import ZmqFrameFeed
+from kvherd.cli.engine_key import EngineKeyOption, engine_key
 from kvherd.cli.gateway_client import AdminKeyOption
 from kvherd.cli.lifetime import until_stopped
 from kvherd.cli.logs import LogLevel, start_logging
@@ -53,6 +55,7 @@ def command(
     port: Annotated[int, typer.Option(help="Port for HTTP: OpenAI's API, orders, metrics.")] = 8080,
     grpc_port: Annotated[int, typer.Option(help="Port for gRPC: kvherd.gateway.v1.")] = 8081,
     admin_key: AdminKeyOption = None,
+    engine_api_key: EngineKeyOption = None,
     usage_sample: Annotated[
         float,
         typer.Option(
@@ -101,7 +104,8 @@ def command(
     require_free(host, [port], option="--port")
     require_free(host, [grpc_port], option="--grpc-port")
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(until_stopped(run_gateway(config), supervised=supervised))
+        serving = run_gateway(config, engine_api_key=engine_key(engine_api_key))
+        runner.run(until_stopped(serving, supervised=supervised))
 
 
 def worker_spec(word: str) -> WorkerSpec:
@@ -122,8 +126,10 @@ def worker_spec(word: str) -> WorkerSpec:
     return WorkerSpec(url, named.get("events"), named.get("replay"), bind == "1", tokenizer)
 
 
-def worker_at(url: str) -> Worker:
-    return GrpcWorker(WorkerId(url)) if url.startswith("grpc://") else HttpWorker(WorkerId(url), url)
+def worker_at(url: str, *, engine_api_key: str | None = None) -> Worker:
+    if url.startswith("grpc://"):
+        return GrpcWorker(WorkerId(url))
+    return HttpWorker(WorkerId(url), url, api_key=engine_api_key)
 
 
 def feed_of(source: EventSource) -> KvFeed:
@@ -145,11 +151,11 @@ async def tokenizer_from(source: str) -> Tokenizer:
     return await asyncio.to_thread(tokenizer_from_directory, Path(source))
 
 
-async def run_gateway(config: GatewayConfig) -> None:
+async def run_gateway(config: GatewayConfig, *, engine_api_key: str | None = None) -> None:
     """Serve until cancelled."""
     gateway = Gateway(
         config,
-        worker_factory=worker_at,
+        worker_factory=partial(worker_at, engine_api_key=engine_api_key),
         feed_factory=feed_of,
         tokenizer_factory=tokenizer_from,
     )

@@ -274,6 +274,22 @@ class WorkerRefused(WorkerError):
 
 
 @dataclass(eq=False)
+class WorkerLocked(WorkerError):
+    """It wants an API key, or another one if it was `shown` one. `status` is its HTTP answer's."""
+
+    status: int
+    shown: bool
+
+    @property
+    def wants(self) -> str:
+        what = "does not accept the API key that it was shown" if self.shown else "wants an API key"
+        return f"{what} (HTTP {self.status})"
+
+    def __str__(self) -> str:
+        return f"{self.worker} {self.wants}: set KVHERD_ENGINE_API_KEY to its key"
+
+
+@dataclass(eq=False)
 class WorkerUnsupported(WorkerError):
     what: str
 

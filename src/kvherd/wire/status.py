@@ -46,6 +46,7 @@ TABLE: dict[type[errors.KvherdError], Status] = {
     errors.WorkerUnreachable: Status(502, "UNAVAILABLE", "server_error", "worker_unreachable"),
     errors.WorkerTimedOut: Status(504, "DEADLINE_EXCEEDED", "server_error", "worker_timed_out"),
     errors.WorkerRefused: Status(502, "FAILED_PRECONDITION", "server_error", "worker_refused"),
+    errors.WorkerLocked: Status(502, "FAILED_PRECONDITION", "server_error", "worker_locked"),
     errors.WorkerUnsupported: Status(501, "UNIMPLEMENTED", "server_error", "worker_unsupported"),
     errors.WorkerFailed: Status(502, "UNAVAILABLE", "server_error", "worker_failed"),
     errors.SchedulerDied: Status(503, "UNAVAILABLE", "server_error", "scheduler_died"),

@@ -9,7 +9,7 @@ from typing import Any, Self
 
 import pytest
 
-from kvherd.core.errors import OptionInvalid, StartFailed, WorkerFailed, WorkerRefused, WorkerUnreachable
+from kvherd.core.errors import OptionInvalid, StartFailed, WorkerFailed, WorkerLocked, WorkerRefused, WorkerUnreachable
 from kvherd.core.ids import EngineHash, Epoch, Rank, WorkerId
 from kvherd.core.kv.events import BlocksStored, KvEventBatch
 from kvherd.core.kv.feed import Connected, Disconnected, Frame, Received, Replayed
@@ -223,6 +223,16 @@ async def test_a_server_that_cannot_be_reached_is_the_only_finding(fails: Except
     diagnosis = await Patient(fails=fails).diagnosis()
     assert (diagnosis.reachable, diagnosis.fine) == (False, False)
     assert [one.check for one in diagnosis.findings] == ["reachable"]
+
+
+@pytest.mark.parametrize("shown", [False, True])
+async def test_a_server_that_wants_a_key_is_reached_and_says_how_to_give_it_one(shown: bool) -> None:
+    diagnosis = await Patient(fails=WorkerLocked(ANN, 401, shown)).diagnosis()
+    assert (diagnosis.reachable, diagnosis.fine) == (True, False)
+    reached, key = diagnosis.findings
+    assert (reached.verdict, key.check, key.verdict) == (Verdict.OK, "API key", Verdict.PROBLEM)
+    assert ("does not accept" in key.seen) is shown
+    assert "KVHERD_ENGINE_API_KEY" in key.advice
 
 
 async def test_a_server_that_says_nothing_costs_its_deadline() -> None:

@@ -14,6 +14,7 @@ from enum import StrEnum
 
 from kvherd.core.errors import (
     WorkerError,
+    WorkerLocked,
     WorkerRefused,
     WorkerTimedOut,
     WorkerUnreachable,
@@ -101,7 +102,7 @@ class FanoutReport:
 def outcome_of(error: WorkerError) -> Outcome:
     """Sort a worker's error by what it says about the order."""
     match error:
-        case WorkerRefused():
+        case WorkerRefused() | WorkerLocked():
             return Outcome.REFUSED
         case WorkerUnsupported():
             return Outcome.UNSUPPORTED

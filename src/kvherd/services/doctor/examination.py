@@ -8,7 +8,7 @@ import asyncio
 from collections.abc import Awaitable, Sequence
 from typing import Final, TypeVar
 
-from kvherd.core.errors import KvherdError, OptionInvalid, WorkerError
+from kvherd.core.errors import KvherdError, OptionInvalid, WorkerError, WorkerLocked
 from kvherd.ports.completions import Tokenizer
 from kvherd.services.doctor import identity
 from kvherd.services.doctor.findings import Diagnosis, Finding, ok, problem, unknown
@@ -37,6 +37,8 @@ async def examine(complaint: Complaint, instruments: Instruments, *, nonce: str)
             facts = await instruments.worker.detect()
     except TimeoutError:
         return _unreachable(complaint, f"no answer within {DETECT_S:g} s")
+    except WorkerLocked as error:
+        return _locked(complaint, error)
     except WorkerError as error:
         return _unreachable(complaint, str(error))
     chart = Chart(complaint, facts)
@@ -94,6 +96,16 @@ def _send(sender: Sender) -> Send:
 def _unreachable(complaint: Complaint, why: str) -> Diagnosis:
     found = problem("reachable", why, "see that the server runs and that the URL is that of its API")
     return Diagnosis(complaint.url, (found,), reachable=False)
+
+
+def _locked(complaint: Complaint, error: WorkerLocked) -> Diagnosis:
+    """It answers, and that is all that can be seen without its key."""
+    advice = (
+        "set KVHERD_ENGINE_API_KEY to the key that it was started with (--api-key), here, for the bridge and for the "
+        "gateway"
+    )
+    found = (ok("reachable", f"{complaint.url} answers"), problem("API key", f"it {error.wants}", advice))
+    return Diagnosis(complaint.url, found)
 
 
 async def _one(finding: Awaitable[Finding]) -> list[Finding]:

@@ -15,11 +15,11 @@ from kvherd.ports.kv_frames import FrameFeed
 from kvherd.ports.worker import WorkerKind
 from kvherd.services.doctor.findings import Finding, ok, problem, unknown, warning
 from kvherd.services.doctor.instruments import Chart, Instruments
+from kvherd.services.doctor.replay import replays
 from kvherd.wire.vllm_kv import decode_batch
 
 CONNECT_S: Final = 2.5
 EVENT_S: Final = 6.0
-SILENCE_S: Final = 1.0
 MOST_SKEW_S: Final = 1.0
 
 Send = Callable[[], Awaitable[str]]
@@ -89,7 +89,7 @@ async def _listen(
     ]
     heard = await _hear(instruments, feeds, send)
     findings += arrived(chart, heard, asked=send is not None)
-    findings.append(await _replay(chart, feeds))
+    findings.append(await replays(feeds))
     return findings
 
 
@@ -177,26 +177,6 @@ def _clock(heard: Heard) -> Finding:
     which = "behind" if late_s > 0 else "ahead of"
     seen = f"its batches are stamped {abs(late_s):.1f} s {which} this clock"
     return warning("clock", seen, "keep both clocks by NTP: the lag that is shown is wrong by that, flushes are not")
-
-
-async def _replay(chart: Chart, feeds: Mapping[Rank, FrameFeed]) -> Finding:
-    flag = "name a replay_endpoint in --kv-events-config, and --replay of the bridge (or replay= of the worker)"
-    rank, feed = next(iter(feeds.items()))
-    if not feed.can_replay:
-        return warning("replay", "none was named", f"{flag}: every gap starts everybody over without it")
-    answer = await feed.replay(0, silence_s=SILENCE_S)
-    if not answer.frames:
-        if not answer.ended:
-            return problem("replay", f"nothing answers there within {SILENCE_S:g} s", flag)
-        return ok("replay", "it answers, and nothing was published yet")
-    first = answer.frames[0].sequence
-    if first == 0:
-        return ok("replay", "it answers, and reaches back to the first batch of this life")
-    seen = f"rank {rank} answers, and reaches back to batch {first} only"
-    advice = (
-        "what was stored before comes back by healing alone: start the bridge with the engine, or raise buffer_steps"
-    )
-    return warning("replay", seen, advice)
 
 
 def switch_on(chart: Chart) -> str:
