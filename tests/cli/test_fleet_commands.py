@@ -10,6 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
+from kvherd.cli.drain import progress_line
 from kvherd.cli.main import main
 from kvherd.cli.watching import busy_line
 from kvherd.testing.processes import can_bind, wait_until
@@ -58,7 +59,7 @@ def gateway_that_says() -> Iterator[Says]:
                 self.end_headers()
                 self.wfile.write(payload)
 
-            do_POST = do_GET  # noqa: N815 - the base class looks for this name
+            do_PATCH = do_DELETE = do_POST = do_GET  # noqa: N815 - the base class looks for this name
 
             def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 - the base class's name
                 pass
@@ -268,3 +269,30 @@ def test_a_trace_is_served_to_the_viewer_once_and_to_nobody_else(
 def test_a_trace_that_is_not_there_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("profile", "open", "/nowhere.json") == 2
     assert capsys.readouterr().err == "kvherd: TRACE: there is no file /nowhere.json\n"
+
+
+def test_a_drain_waits_and_tells_how_it_ended(gateway_that_says: Says, capsys: pytest.CaptureFixture[str]) -> None:
+    url = gateway_that_says(200, {"id": "a", "url": "http://a", "drained": True})
+    assert run("drain", "http://a", "--timeout", "2.5", "--gateway", url) == 0
+    assert asked == ["DELETE /workers/http%3A%2F%2Fa?timeout=2.5"]
+    assert capsys.readouterr().out == "http://a has left: every request there has ended\n"
+    assert run("drain", "a", "--gateway", gateway_that_says(200, {"url": "http://a", "drained": False})) == 1
+
+
+def test_a_drained_worker_may_stay_and_come_back(gateway_that_says: Says, capsys: pytest.CaptureFixture[str]) -> None:
+    url = gateway_that_says(200, {"url": "http://a", "outstanding": 3})
+    assert run("drain", "a", "--keep", "--gateway", url) == 0
+    assert run("drain", "a", "--undo", "--gateway", url) == 0
+    assert asked == ["PATCH /workers/a", "PATCH /workers/a"]
+    kept, back = capsys.readouterr().out.splitlines()
+    assert kept.startswith("http://a takes no new request; 3 under way there")
+    assert back == "http://a takes requests again"
+    assert run("drain", "a", "--undo", "--keep", "--gateway", url) == 2
+
+
+def test_the_progress_of_a_drain_is_one_line() -> None:
+    under_way = [{"request": f"r{n}", "seconds": 40.4 - n} for n in range(5)]
+    worker = {"url": "http://a", "outstanding": 5, "under_way": under_way, "leaves_in_s": 12.2}
+    line = "http://a: 5 under way (r0 for 40 s, r1 for 39 s, r2 for 38 s and 2 more); cut off in 12 s"
+    assert progress_line(worker) == line
+    assert progress_line({"url": "http://a", "outstanding": 0}) == "http://a: nothing is under way"

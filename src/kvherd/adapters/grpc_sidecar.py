@@ -1,4 +1,4 @@
-"""The HTTP sidecar of an engine on gRPC, one port above it: what its protocol has no field or call for."""
+"""The HTTP sidecar of an engine on gRPC: what its protocol has no field or call for."""
 
 from collections.abc import Mapping
 
@@ -10,14 +10,18 @@ from kvherd.core.ids import WorkerId
 from kvherd.ports.worker import ProfileAnswer, WorkerKind
 
 
+def beside(target: str) -> HttpAddress:
+    """Where the sidecar is unless someone says otherwise; `target` is HOST:PORT of the engine's gRPC."""
+    host, _, port = target.removeprefix("grpc://").rpartition(":")
+    return HttpAddress(host.strip("[]"), int(port) + 1)
+
+
 class GrpcSidecar:
     """Every call raises `WorkerUnreachable` where no sidecar listens."""
 
-    def __init__(self, worker: WorkerId, target: str) -> None:
-        """`target` is HOST:PORT of the engine's gRPC."""
-        host, _, port = target.removeprefix("grpc://").rpartition(":")
+    def __init__(self, worker: WorkerId, address: HttpAddress) -> None:
         self._worker = worker
-        self.address = HttpAddress(host.strip("[]"), int(port) + 1)
+        self.address = address
         self._pool = HttpPool(self.address.host, self.address.port)
         self._asker = HttpAsker(worker, self.address, self._pool, api_key=None)
 

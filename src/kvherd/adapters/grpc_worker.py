@@ -11,8 +11,9 @@ from smg_grpc_proto.generated import common_pb2
 from kvherd.adapters.grpc_channel import connect, open_channel, rpc_errors
 from kvherd.adapters.grpc_dialects import SGLANG, find_dialect
 from kvherd.adapters.grpc_generations import GrpcGenerations, ModelTraits
-from kvherd.adapters.grpc_sidecar import GrpcSidecar
+from kvherd.adapters.grpc_sidecar import GrpcSidecar, beside
 from kvherd.adapters.grpc_tokenizer import tokenizer_over
+from kvherd.adapters.http_url import http_address
 from kvherd.core.errors import FieldInvalid, WorkerFailed, WorkerRefused, WorkerUnreachable, WorkerUnsupported
 from kvherd.core.ids import WorkerId
 from kvherd.ports.worker import (
@@ -42,7 +43,9 @@ class GrpcWorker:
     def __init__(self, worker: WorkerId, target: str | None = None) -> None:
         self._id = worker
         self._channel = open_channel(target or worker)
-        self._sidecar = GrpcSidecar(worker, target or worker)
+        self._target = target or worker
+        self._sidecar = GrpcSidecar(worker, beside(self._target))
+        self._former_sidecars: list[GrpcSidecar] = []
         self._dialect = SGLANG
         self._generations: GrpcGenerations | None = None
         self._can_hold = False
@@ -152,8 +155,15 @@ class GrpcWorker:
             raise WorkerRefused(self._id, answer.message or f"{call} was not obeyed")
         return ProfileAnswer(answer.message)
 
+    def place_sidecar(self, url: str | None) -> None:
+        address = http_address(url) if url else beside(self._target)
+        if address != self._sidecar.address:
+            self._former_sidecars.append(self._sidecar)  # an order may be under way there
+            self._sidecar = GrpcSidecar(self._id, address)
+
     async def close(self) -> None:
-        await self._sidecar.close()
+        for sidecar in (*self._former_sidecars, self._sidecar):
+            await sidecar.close()
         await self._channel.close()
 
     # --- what it is -----------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from kvherd.adapters.http_pool import HttpPool, UpstreamBroken, UpstreamUnreacha
 from kvherd.adapters.http_profile import engine_metrics, start_profile, stop_profile
 from kvherd.adapters.http_url import http_address
 from kvherd.adapters.usage_sniffer import UsageSniffer
-from kvherd.core.errors import WorkerFailed, WorkerRefused, WorkerUnreachable, WorkerUnsupported
+from kvherd.core.errors import OptionInvalid, WorkerFailed, WorkerRefused, WorkerUnreachable, WorkerUnsupported
 from kvherd.core.ids import WorkerId
 from kvherd.ports.worker import (
     Call,
@@ -143,6 +143,10 @@ class HttpWorker:
 
     async def metrics(self) -> bytes:
         return await engine_metrics(self._id, self._asker)
+
+    def place_sidecar(self, url: str | None) -> None:
+        if url is not None:
+            raise OptionInvalid("labels.sidecar", f"{self._id} answers by HTTP itself; only workers on gRPC have one")
 
     async def close(self) -> None:
         await self._pool.close()

@@ -21,14 +21,14 @@ from kvherd.cli.gateway_client import AdminKeyOption
 from kvherd.cli.lifetime import until_stopped
 from kvherd.cli.logs import LogLevel, start_logging
 from kvherd.cli.ports import require_free
-from kvherd.core.errors import OptionInvalid
+from kvherd.cli.worker_words import worker_spec
 from kvherd.core.ids import WorkerId
 from kvherd.core.routing.policy import POLICY_NAMES
 from kvherd.ports.completions import Tokenizer
 from kvherd.ports.kv_feed import EventSource, KvFeed
 from kvherd.ports.worker import Worker
 from kvherd.services.gateway.chat import PathConfig
-from kvherd.services.gateway.fleet import FleetConfig, WorkerSpec
+from kvherd.services.gateway.fleet import FleetConfig
 from kvherd.services.gateway.gateway import Gateway, GatewayConfig
 from kvherd.services.gateway.heal import HealMode
 from kvherd.services.kv_relay.direct import DirectKvFeed
@@ -43,11 +43,13 @@ def command(
     worker: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="URL[,events=URL][,replay=URL][,bind=1][,tokenizer=DIRECTORY]",
+            metavar="URL[,NAME=VALUE]...",
             help="A worker: grpc://HOST:PORT or http://HOST:PORT, once for each; `events` is where its KV events are "
             "if it cannot tell that itself: grpc://HOST:PORT of a bridge, or tcp:// or ipc://, an engine's own sockets "
             "(then `replay` is where it replays them, and with `bind=1` the gateway listens and the engine connects); "
-            "`tokenizer` is its model's directory, if it hands out none. More can join at run time (POST /workers).",
+            "`tokenizer` is its model's directory, if it hands out none; `sidecar` the URL of a gRPC worker's HTTP "
+            "sidecar if that is not one port above it; with `weight=2` it counts as twice as fast; `label.NAME` is a "
+            "label; with `resolve=1` every address of the host name is a worker. More can join at run time.",
         ),
     ] = None,
     policy: Annotated[str, typer.Option(help=f"How requests are routed: {', '.join(POLICY_NAMES)}.")] = "kv",
@@ -106,24 +108,6 @@ def command(
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         serving = run_gateway(config, engine_api_key=engine_key(engine_api_key))
         runner.run(until_stopped(serving, supervised=supervised))
-
-
-def worker_spec(word: str) -> WorkerSpec:
-    """Read `URL[,NAME=VALUE]…`. Raises `OptionInvalid`."""
-    url, *extras = word.split(",")
-    named = dict(extra.partition("=")[::2] for extra in extras)
-    unknown = named.keys() - {"events", "replay", "bind", "tokenizer"}
-    if unknown or len(named) != len(extras) or not all(named.values()):
-        raise OptionInvalid(
-            "--worker", f"{word!r} is not of the form URL[,events=URL][,replay=URL][,tokenizer=DIRECTORY]"
-        )
-    bind = named.get("bind", "0")
-    if bind not in ("0", "1"):
-        raise OptionInvalid("--worker", f"{word!r}: bind is 1 or 0")
-    tokenizer = named.get("tokenizer")
-    if tokenizer and not Path(tokenizer).is_dir():
-        raise OptionInvalid("--worker", f"{word!r}: there is no directory {tokenizer}")
-    return WorkerSpec(url, named.get("events"), named.get("replay"), bind == "1", tokenizer)
 
 
 def worker_at(url: str, *, engine_api_key: str | None = None) -> Worker:

@@ -15,7 +15,7 @@ import typer
 
 from kvherd.core.errors import GatewayUnreachable, KvherdError, OptionInvalid
 
-COMMANDS = ("up", "engine", "gateway", "bridge", "workers", "flush", "profile", "audit", "doctor")
+COMMANDS = ("up", "engine", "gateway", "bridge", "workers", "flush", "drain", "profile", "audit", "doctor")
 
 EXIT_FAILED = 1
 EXIT_USAGE = 2

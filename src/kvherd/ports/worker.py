@@ -185,6 +185,10 @@ class Worker(Protocol):
         """The engine's own metrics, in Prometheus' text format. Raises `WorkerUnsupported` if it has none."""
         ...
 
+    def place_sidecar(self, url: str | None) -> None:
+        """Where the HTTP sidecar of an engine on gRPC is; None: one port above it. Raises `OptionInvalid`."""
+        ...
+
     async def close(self) -> None:
         """Release every connection. Idempotent; nothing may be called after it."""
         ...

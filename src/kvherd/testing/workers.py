@@ -90,6 +90,7 @@ class FakeWorker:
     opening_now: int = 0
     probes: int = 0
     closed: bool = False
+    sidecar: str | None = None
     calls: list[Call] = field(default_factory=list)
     cancelled: int = 0
 
@@ -168,6 +169,9 @@ class FakeWorker:
     async def metrics(self) -> bytes:
         self._check()
         return self.tells_metrics
+
+    def place_sidecar(self, url: str | None) -> None:
+        self.sidecar = url
 
     async def close(self) -> None:
         await asyncio.sleep(0)

@@ -13,6 +13,7 @@ from kvherd.core.routing.policy import Explanation
 Json = dict[str, Any]
 
 _MOST_EXPLAINED = 16
+_MOST_UNDER_WAY = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +77,9 @@ def worker_entry(member: Member, kv: KvView, now_s: float) -> Json:
         "breaker": member.breaker.state(now_s).value,
         "running": member.running,
         "waiting": member.waiting,
+        "labels": dict(member.labels),
+        "weight": member.weight,
+        "leaves_in_s": _rounded(max(0.0, member.leaves_at_s - now_s) if member.leaves_at_s is not None else None),
         "outstanding": len(member.in_flight),
         "backlog_s": round(member.backlog_s(now_s), 6),
         "prefill_tokens_per_s": round(member.rate.at(now_s), 1),
@@ -106,6 +110,15 @@ def worker_entry(member: Member, kv: KvView, now_s: float) -> Json:
         },
         "truth": _truth(member),
     }
+
+
+def under_way(member: Member, now_s: float) -> list[Json]:
+    """The requests that have been there longest."""
+    longest = sorted(member.in_flight.items(), key=lambda item: item[1].since_s)[:_MOST_UNDER_WAY]
+    return [
+        {"request": request, "seconds": _rounded(now_s - each.since_s), "prompt_tokens": each.prompt_tokens}
+        for request, each in longest
+    ]
 
 
 def _truth(member: Member) -> Json:

@@ -12,15 +12,16 @@ import pytest
 
 from kvherd.core.errors import WorkerUnreachable, WorkerUnsupported
 from kvherd.core.fleet.roster import Member
+from kvherd.core.fleet.spec import WorkerSpec
 from kvherd.core.fleet.truth import Claim, Truth
-from kvherd.core.ids import Epoch, WorkerId
+from kvherd.core.ids import Epoch, RequestId, WorkerId
 from kvherd.core.text.parity import Agreement, Finding, PromptClass
 from kvherd.ports.completions import Tokenizer
 from kvherd.ports.kv_feed import KvFeed
 from kvherd.ports.worker import WorkerFacts, WorkerKind, WorkerLoad
 from kvherd.services.gateway.admin import build_app
 from kvherd.services.gateway.console import Console
-from kvherd.services.gateway.fleet import Fleet, WorkerSpec
+from kvherd.services.gateway.fleet import Fleet
 from kvherd.services.gateway.metrics import GatewayMetrics
 from kvherd.testing.tokenizer import ByteTokenizer
 from kvherd.testing.workers import HOURS, FakeWorker, cannot_flush, refusing_ranks
@@ -138,7 +139,7 @@ async def test_a_worker_is_added_looked_at_and_removed_at_run_time() -> None:
         ({"url": "http://b:1", "events": "tcp://b:2", "bind": 1}, "bind: must be true or false"),
         (
             {"url": "http://b:1", "evnts": ""},
-            "evnts: is unknown here; a worker has url, events, replay, tokenizer and bind",
+            "evnts: is unknown here; a worker has url, events, replay, tokenizer, bind, labels, weight, draining",
         ),
         ([], "body: must be a JSON object, not a list"),
     ],
@@ -156,6 +157,75 @@ async def test_an_unknown_worker_is_not_found() -> None:
             answer = await client.request(method, "/workers/nobody")
             assert answer.status_code == 404
             assert "no worker 'nobody' is registered here" in answer.json()["error"]["message"]
+
+
+async def test_labels_weight_and_draining_are_changed_while_a_worker_is_a_member() -> None:
+    async with gateway(fake(ANN)) as client:
+        answer = await client.patch("/workers/grpc-ann-1", json={"labels": {"zone": "a", "rack": "1"}, "weight": 2})
+        assert answer.status_code == 200
+        assert (answer.json()["labels"], answer.json()["weight"]) == ({"zone": "a", "rack": "1"}, 2.0)
+        answer = await client.patch("/workers/grpc-ann-1", json={"labels": {"rack": None}, "draining": True})
+        assert answer.json()["labels"] == {"zone": "a"}
+        assert (answer.json()["state"], answer.json()["weight"]) == ("draining", 2.0)
+        assert (await client.get("/ready")).json()["problems"] == ["no worker takes requests for m now"]
+        answer = await client.patch("/workers/grpc-ann-1", json={"draining": False})
+        assert answer.json()["state"] == "up"
+
+
+@pytest.mark.parametrize(
+    ("body", "sentence"),
+    [
+        ({}, "body: changes nothing; give one of labels, weight, draining"),
+        ({"url": "http://x:1"}, "url: cannot be changed while it is a member; DELETE it, then POST it anew"),
+        ({"wait": 2}, "wait: is unknown here; what can be changed is labels, weight, draining"),
+        ({"labels": {"zone": 1}}, 'labels: must be an object of texts, such as {"zone": "a"}; null takes one away'),
+        ({"labels": {"zone": ""}}, "labels.zone: a name and a value have 1 to 256 characters each"),
+        ({"weight": 0}, "weight: must be above 0 and at most 1000; to send nothing there, drain it"),
+        ({"weight": True}, "weight: must be a number"),
+        ({"draining": "yes"}, "draining: must be true or false"),
+    ],
+)
+async def test_a_change_that_cannot_be_is_refused_in_a_sentence(body: dict[str, object], sentence: str) -> None:
+    async with gateway(fake(ANN)) as client:
+        answer = await client.patch("/workers/grpc-ann-1", json=body)
+        assert answer.status_code == 400
+        assert answer.json()["error"]["message"] == sentence
+        assert (await client.get("/workers/grpc-ann-1")).json()["labels"] == {}
+
+
+async def test_one_worker_is_shown_with_what_is_under_way_there() -> None:
+    async with gateway_and_fleet(fake(ANN)) as (client, fleet):
+        member = fleet.roster.get(ANN)
+        assert member is not None
+        now_s = asyncio.get_running_loop().time()
+        member.begin(RequestId("late"), prompt_tokens=7, uncached_tokens=7, now_s=now_s)
+        member.begin(RequestId("early"), prompt_tokens=9, uncached_tokens=7, now_s=now_s - 2.5)
+        shown = (await client.get("/workers/grpc-ann-1")).json()
+    assert shown["outstanding"] == 2
+    assert shown["under_way"] == [
+        {"request": "early", "seconds": 2.5, "prompt_tokens": 9},
+        {"request": "late", "seconds": 0.0, "prompt_tokens": 7},
+    ]
+
+
+async def test_aliases_are_models_too() -> None:
+    async with gateway_and_fleet(fake(ANN)) as (client, fleet):
+        fleet.roster.aliases = {"gpt": "m", "lost": "nowhere"}
+        listed = (await client.get("/v1/models")).json()["data"]
+        assert [(one["id"], one["root"], one["max_model_len"]) for one in listed] == [
+            ("m", "m", 2048),
+            ("gpt", "m", 2048),
+        ]
+        ready = await client.get("/ready")
+    assert ready.status_code == 503
+    assert ready.json()["problems"] == ["no worker takes requests for nowhere now"]
+
+
+async def test_ready_waits_for_the_models_that_are_required() -> None:
+    async with gateway_and_fleet(fake(ANN)) as (client, fleet):
+        assert (await client.get("/ready")).status_code == 200
+        fleet.roster.required = ("m", "n")
+        assert (await client.get("/ready")).json()["problems"] == ["no worker takes requests for n now"]
 
 
 async def test_a_flush_reports_on_every_worker() -> None:

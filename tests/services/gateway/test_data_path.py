@@ -21,6 +21,7 @@ from kvherd.core.errors import (
     WorkerUnreachable,
 )
 from kvherd.core.fleet.roster import Member
+from kvherd.core.fleet.spec import WorkerSpec
 from kvherd.core.ids import EngineHash, Rank, RequestId, WorkerId
 from kvherd.core.kv.bigrams import bigram_key
 from kvherd.core.kv.events import BlocksStored, KvEventBatch
@@ -35,7 +36,7 @@ from kvherd.ports.worker import Call, Responder, WorkerFacts, WorkerKind, Worker
 from kvherd.services.gateway.audit import Audit
 from kvherd.services.gateway.chat import DataPath, PathConfig
 from kvherd.services.gateway.credit import Credit
-from kvherd.services.gateway.fleet import Fleet, WorkerSpec
+from kvherd.services.gateway.fleet import Fleet
 from kvherd.services.gateway.heal import HealMode
 from kvherd.services.gateway.metrics import GatewayMetrics
 from kvherd.services.gateway.relay.edge import DataRequest
@@ -670,3 +671,41 @@ async def test_round_robin_takes_turns() -> None:
     async with herd(fake(ANN), fake(BOB), policy="round_robin") as it:
         answers = [(await it.ask()).headers["x-kvherd-worker"] for _ in range(4)]
     assert answers == [ANN, BOB, ANN, BOB]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b'{"model": "gpt", "prompt": "hi"}',
+        b'{"prompt": "say \\"model\\": \\"gpt\\"", "x": {"model": "gpt"}, "model" : "gpt", "y": {"model": "gpt"}}',
+    ],
+)
+async def test_an_alias_reaches_the_worker_under_the_model_s_own_name(body: bytes) -> None:
+    async with herd(fake(ANN)) as it:
+        it.fleet.roster.aliases = {"gpt": "m"}
+        await it.send(body)
+        call = it.workers[ANN].calls[0]
+    assert call.model == "m"
+    given, sent = json.loads(body), json.loads(call.body)
+    assert sent == {**given, "model": "m"}
+    assert len(call.body) == len(body) - 2
+
+
+async def test_an_unknown_model_is_refused_with_those_there_are() -> None:
+    async with herd(fake(ANN)) as it:
+        it.fleet.roster.aliases = {"gpt": "m", "lost": "n"}
+        with pytest.raises(ModelUnknown, match="model 'other' is not served here; served: m, gpt"):
+            await it.send(b'{"model": "other", "prompt": "hi"}')
+        with pytest.raises(NoWorker, match="no worker can serve 'n' now"):
+            await it.send(b'{"model": "lost", "prompt": "hi"}')
+
+
+@pytest.mark.parametrize("path", ["/tokenize", "/detokenize", "/v1/completions"])
+async def test_of_several_models_each_path_honours_the_one_that_is_asked_for(path: str) -> None:
+    other = replace(FACTS, models=("n",))
+    async with herd(fake(ANN), FakeWorker(BOB, facts=other)) as it:
+        for model, worker in (("m", ANN), ("n", BOB), ("m", ANN)):
+            answer = await it.send(b'{"model": "%b", "prompt": "hi"}' % model.encode(), path=path)
+            assert answer.headers["x-kvherd-worker"] == worker
+        with pytest.raises(FieldInvalid, match="model: is missing; name one of m, n"):
+            await it.send(b'{"prompt": "hi"}', path=path)

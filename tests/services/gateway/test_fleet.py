@@ -10,11 +10,12 @@ import pytest
 from kvherd.core.errors import OptionInvalid, WorkerFailed, WorkerUnreachable
 from kvherd.core.fleet.breaker import BreakerState
 from kvherd.core.fleet.roster import Member, WorkerState
+from kvherd.core.fleet.spec import WorkerChange, WorkerSpec, normal_url
 from kvherd.core.ids import RequestId, WorkerId
 from kvherd.ports.completions import Tokenizer
 from kvherd.ports.kv_feed import EventSource, KvFeed
 from kvherd.ports.worker import WorkerFacts, WorkerKind, WorkerLoad
-from kvherd.services.gateway.fleet import Fleet, FleetConfig, WorkerSpec, normal_url
+from kvherd.services.gateway.fleet import Fleet, FleetConfig
 from kvherd.testing.tokenizer import ByteTokenizer
 from kvherd.testing.workers import HOURS, FakeWorker
 
@@ -320,3 +321,53 @@ async def test_a_worker_too_busy_for_probes_stays_up_while_it_answers_requests()
         member.answered(RequestId("late"), now_s=asyncio.get_running_loop().time())
         await asyncio.sleep(5.0)
         assert is_in(member, WorkerState.DOWN), "only a probe ends it"
+
+
+async def test_a_second_call_can_bring_the_end_of_a_drain_nearer() -> None:
+    async with yard(FakeWorker(ANN)) as it:
+        member = it.fleet.add(WorkerSpec(ANN))
+        await asyncio.sleep(0.1)
+        member.begin(RequestId("r"), prompt_tokens=1, uncached_tokens=1, now_s=0.0)
+        began_s = asyncio.get_running_loop().time()
+        async with asyncio.TaskGroup() as group:
+            first = group.create_task(it.fleet.remove(ANN, drain_s=9 * HOURS))
+            await asyncio.sleep(5)
+            assert not await it.fleet.remove(ANN, drain_s=2.0)
+        assert not first.result()
+        assert asyncio.get_running_loop().time() == pytest.approx(began_s + 7.0)
+
+
+async def test_a_worker_that_leaves_cannot_be_called_back() -> None:
+    async with yard(FakeWorker(ANN)) as it:
+        member = it.fleet.add(WorkerSpec(ANN))
+        await asyncio.sleep(0.1)
+        member.begin(RequestId("r"), prompt_tokens=1, uncached_tokens=1, now_s=0.0)
+        leaving = it.fleet.begin_remove(ANN, drain_s=5.0)
+        with pytest.raises(OptionInvalid, match="is leaving; add it again when it has left"):
+            it.fleet.change(ANN, WorkerChange(draining=False))
+        assert not await leaving
+
+
+async def test_the_label_of_a_sidecar_reaches_the_worker() -> None:
+    ann = FakeWorker(ANN)
+    async with yard(ann) as it:
+        it.fleet.add(WorkerSpec(ANN, labels={"sidecar": "http://ann:9"}))
+        assert ann.sidecar == "http://ann:9"
+        it.fleet.change(ANN, WorkerChange(labels={"sidecar": None}))
+        assert not ann.sidecar
+        with pytest.raises(OptionInvalid, match=r"labels\.sidecar: 'ann' is not of the form http"):
+            it.fleet.change(ANN, WorkerChange(labels={"sidecar": "ann"}, weight=3.0))
+        member = it.fleet.roster.get(ANN)
+        assert member is not None
+        assert member.weight == 1.0
+
+
+async def test_a_worker_that_cannot_be_made_is_no_member() -> None:
+    def none(_: str) -> FakeWorker:
+        raise OptionInvalid("worker URL", "cannot be")
+
+    async with yard() as it:
+        it.fleet._worker_factory = none
+        with pytest.raises(OptionInvalid, match="cannot be"):
+            it.fleet.add(WorkerSpec(ANN))
+        assert len(it.fleet.roster) == 0

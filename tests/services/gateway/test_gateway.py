@@ -8,11 +8,11 @@ import httpx
 import pytest
 
 from kvherd.core.errors import OptionInvalid, PortInUse
+from kvherd.core.fleet.spec import WorkerSpec
 from kvherd.core.ids import Epoch, Rank, WorkerId
 from kvherd.ports.completions import Tokenizer
 from kvherd.ports.kv_feed import FeedItem, Subscribed
 from kvherd.ports.worker import WorkerFacts, WorkerKind
-from kvherd.services.gateway.fleet import WorkerSpec
 from kvherd.services.gateway.gateway import Gateway, GatewayConfig
 from kvherd.testing.kv_feeds import OpenFeed
 from kvherd.testing.tokenizer import ByteTokenizer

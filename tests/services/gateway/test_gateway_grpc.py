@@ -13,11 +13,12 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 
 from kvherd.core.errors import PortInUse, WorkerUnreachable
+from kvherd.core.fleet.spec import WorkerSpec
 from kvherd.core.ids import WorkerId
 from kvherd.ports.completions import Tokenizer
 from kvherd.ports.worker import WorkerFacts, WorkerKind
 from kvherd.services.gateway.console import Console
-from kvherd.services.gateway.fleet import Fleet, WorkerSpec
+from kvherd.services.gateway.fleet import Fleet
 from kvherd.services.gateway.grpc import GatewayGrpc
 from kvherd.services.gateway.metrics import GatewayMetrics
 from kvherd.testing.tokenizer import ByteTokenizer

@@ -9,11 +9,12 @@ import pytest
 
 from kvherd.core.errors import WorkerUnreachable
 from kvherd.core.fleet.roster import Member
+from kvherd.core.fleet.spec import WorkerSpec
 from kvherd.core.ids import RequestId, WorkerId
 from kvherd.ports.completions import Tokenizer
 from kvherd.ports.kv_feed import KvFeed
 from kvherd.ports.worker import FlushAnswer, WorkerFacts, WorkerKind, WorkerLoad
-from kvherd.services.gateway.fleet import Fleet, WorkerSpec
+from kvherd.services.gateway.fleet import Fleet
 from kvherd.services.gateway.heal import IdleFlushes
 from kvherd.services.gateway.metrics import GatewayMetrics
 from kvherd.testing.tokenizer import ByteTokenizer

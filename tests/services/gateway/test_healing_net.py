@@ -12,13 +12,13 @@ import pytest
 from kvherd.adapters.grpc_kv_feed import GrpcKvFeed
 from kvherd.adapters.http_worker import HttpWorker
 from kvherd.adapters.zmq_kv_feed import ZmqFrameFeed
+from kvherd.core.fleet.spec import WorkerSpec
 from kvherd.core.ids import Rank, WorkerId
 from kvherd.ports.completions import Tokenizer
 from kvherd.ports.kv_feed import EventSource, KvFeed
 from kvherd.services.bridge.bridge import Bridge, BridgeConfig
 from kvherd.services.bridge.http_front import HttpFront
 from kvherd.services.gateway.chat import PathConfig
-from kvherd.services.gateway.fleet import WorkerSpec
 from kvherd.services.gateway.gateway import Gateway, GatewayConfig
 from kvherd.services.gateway.heal import HealMode
 from kvherd.services.kv_relay.direct import DirectKvFeed

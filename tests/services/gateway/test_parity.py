@@ -8,6 +8,7 @@ import pytest
 
 from kvherd.core.errors import WorkerUnreachable
 from kvherd.core.fleet.roster import Member
+from kvherd.core.fleet.spec import WorkerSpec
 from kvherd.core.ids import EngineHash, Rank, RequestId, WorkerId
 from kvherd.core.kv.events import BlocksStored
 from kvherd.core.kv.hashing import PrefixHasher
@@ -17,7 +18,7 @@ from kvherd.core.text.parity import Agreement, PromptClass
 from kvherd.ports.completions import Tokenizer
 from kvherd.ports.worker import WorkerFacts, WorkerKind
 from kvherd.services.gateway.credit import Credit
-from kvherd.services.gateway.fleet import Fleet, FleetConfig, WorkerSpec
+from kvherd.services.gateway.fleet import Fleet, FleetConfig
 from kvherd.services.gateway.parity import PROBE_S, compare, counted
 from kvherd.services.gateway.prompts import EncodingCache, read_prompt
 from kvherd.testing.tokenizer import ByteTokenizer

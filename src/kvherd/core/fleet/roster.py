@@ -9,10 +9,10 @@ draining     takes no new request; it leaves when those under way have ended
 
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import assert_never
+from typing import NamedTuple, assert_never
 
 from kvherd.core.fleet.breaker import Breaker, BreakerState
 from kvherd.core.fleet.health import Down, HealthJudge, Suspect, Up
@@ -31,6 +31,13 @@ class WorkerState(StrEnum):
     SUSPECT = "suspect"
     DOWN = "down"
     DRAINING = "draining"
+
+
+class UnderWay(NamedTuple):
+    """A request at a worker. `since_s` is by the caller's clock."""
+
+    prompt_tokens: int
+    since_s: float
 
 
 @dataclass(slots=True)
@@ -60,14 +67,18 @@ class Member:
     max_context_tokens: int = 0
     capacity_tokens: int = 0
     max_running: int = 0
+    labels: Mapping[str, str] = field(default_factory=dict)
+    weight: float = 1.0
     draining: bool = False
+    leaves_at_s: float | None = None
+    """When it lets go of what is still under way there, if it was told to leave."""
     problem: str = "not asked yet"
     running: int = 0
     waiting: int = 0
     used_tokens: int = 0
     foreign: int = 0
     """Requests there that are not ours, as it said last."""
-    in_flight: dict[RequestId, int] = field(default_factory=dict)
+    in_flight: dict[RequestId, UnderWay] = field(default_factory=dict)
     answered_at_s: float = -math.inf
     """When it last gave a first token or a whole answer."""
     requests_total: int = 0
@@ -161,6 +172,7 @@ class Member:
             lru_age_s=self.turnover.age_s(self.capacity_tokens, now_s) if evicted else 0.0,
             max_context_tokens=self.max_context_tokens,
             kv=kv,
+            weight=self.weight,
         )
 
     def backlog_s(self, now_s: float) -> float:
@@ -171,7 +183,7 @@ class Member:
         """A request is sent there; answers the tokens of prefill that are to be done before its first token."""
         self.breaker.begin(now_s)
         self.requests_total += 1
-        self.in_flight[request] = prompt_tokens
+        self.in_flight[request] = UnderWay(prompt_tokens, now_s)
         self.turnover.stored(uncached_tokens, now_s)
         return self.backlog.add(request, uncached_tokens, rate=self.rate.at(now_s), now_s=now_s)
 
@@ -197,10 +209,16 @@ class Member:
 
 
 class Roster:
-    """The members, in the order in which they joined."""
+    """The members, in the order in which they joined.
+
+    `aliases` are other names of models, each with the one it stands for; a name that a member serves is never taken
+    for an alias. `required` are models that must be served, whether or not a member ever said that it does.
+    """
 
     def __init__(self) -> None:
         self._members: dict[WorkerId, Member] = {}
+        self.aliases: Mapping[str, str] = {}
+        self.required: tuple[str, ...] = ()
 
     def __iter__(self) -> Iterator[Member]:
         return iter(self._members.values())
@@ -235,10 +253,23 @@ class Roster:
         """Every model that a member serves, up or not, in the order in which they were learned."""
         return tuple(dict.fromkeys(model for one in self._members.values() for model in one.models))
 
+    def names(self) -> tuple[str, ...]:
+        """What a client may ask for: every model, and every alias of one."""
+        served = self.models()
+        return tuple(dict.fromkeys((*served, *(alias for alias, model in self.aliases.items() if model in served))))
+
+    def expected(self) -> tuple[str, ...]:
+        """Every model that there is, or that someone relies on."""
+        return tuple(dict.fromkeys((*self.models(), *self.required, *self.aliases.values())))
+
+    def meant(self, name: str) -> str:
+        """The model that a client means by a name: the name itself unless it is an alias."""
+        return name if name not in self.aliases or name in self.models() else self.aliases[name]
+
     def unserved(self, now_s: float) -> tuple[str, ...]:
-        """The models that no member would take a request for now."""
+        """The models, of those expected, that no member would take a request for now."""
         able = {model for one in self._members.values() if not one.unavailable(now_s) for model in one.models}
-        return tuple(model for model in self.models() if model not in able)
+        return tuple(model for model in self.expected() if model not in able)
 
     def select(self, which: Callable[[Member], bool]) -> list[Member]:
         return [one for one in self._members.values() if which(one)]

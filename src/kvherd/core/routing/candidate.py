@@ -33,7 +33,7 @@ class Candidate:
 
     `unavailable` says in words why it takes no request, empty if it does. `matched_tokens` are the leading prompt
     tokens it is credited with. `evicted_tokens` is an estimate of what storing this prompt pushes out there, and
-    `lru_age_s` of how long that was not used.
+    `lru_age_s` of how long that was not used. It counts as `weight` times as fast as it is.
     """
 
     worker: WorkerId
@@ -50,6 +50,7 @@ class Candidate:
     lru_age_s: float = 0.0
     max_context_tokens: int = 0
     kv: KvKnowledge = KvKnowledge.UNTOLD
+    weight: float = 1.0
 
     @property
     def load(self) -> int:

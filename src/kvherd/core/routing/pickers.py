@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
+from math import log
 from typing import Protocol
 
 from kvherd.core.routing.candidate import Ask, Candidate
@@ -20,7 +21,11 @@ class Costed:
 
     @property
     def total_s(self) -> float:
-        return sum(cost for _, cost in self.costs)
+        return sum(cost for _, cost in self.costs) / self.candidate.weight
+
+    @property
+    def load(self) -> float:
+        return self.candidate.load / self.candidate.weight
 
 
 class Picker(Protocol):
@@ -30,10 +35,10 @@ class Picker(Protocol):
 
 
 def best(costed: Sequence[Costed], ask: Ask, dice: Dice) -> Costed:
-    """The cheapest; among equals the least loaded, among those chance."""
-    cheapest = min((one.total_s, one.candidate.load) for one in costed)
-    equals = [one for one in costed if (one.total_s, one.candidate.load) == cheapest]
-    return equals[int(dice() * len(equals))]
+    """The cheapest; among equals the least loaded, among those chance, by weight."""
+    cheapest = min((one.total_s, one.load) for one in costed)
+    equals = [one for one in costed if (one.total_s, one.load) == cheapest]
+    return _by_weight(equals, dice())
 
 
 def two_choices(costed: Sequence[Costed], ask: Ask, dice: Dice) -> Costed:
@@ -46,15 +51,27 @@ def two_choices(costed: Sequence[Costed], ask: Ask, dice: Dice) -> Costed:
 
 
 class InTurn:
-    """Each in turn, by the order of their names, whoever comes and goes meanwhile."""
+    """Each in turn, by the order of their names, whoever comes and goes meanwhile; with weights, as often as these say,
+    evenly spread.
+    """
 
     def __init__(self) -> None:
         self._last: tuple[str, int] = ("", -1)
+        self._owed: dict[tuple[str, int], float] = {}
 
     def __call__(self, costed: Sequence[Costed], ask: Ask, dice: Dice) -> Costed:
+        if any(one.candidate.weight != costed[0].candidate.weight for one in costed):
+            return self._most_owed(costed)
         after = [one for one in costed if _name(one) > self._last]
         chosen = min(after or costed, key=_name)
         self._last = _name(chosen)
+        return chosen
+
+    def _most_owed(self, costed: Sequence[Costed]) -> Costed:
+        """At each turn everyone is owed its weight, and who is served pays what all were owed."""
+        self._owed = {_name(one): self._owed.get(_name(one), 0.0) + one.candidate.weight for one in costed}
+        chosen = max(sorted(costed, key=_name), key=lambda one: self._owed[_name(one)])
+        self._owed[_name(chosen)] -= sum(one.candidate.weight for one in costed)
         return chosen
 
 
@@ -65,7 +82,7 @@ def by_affinity(costed: Sequence[Costed], ask: Ask, dice: Dice) -> Costed:
     """
     if not ask.affinity:
         return best(costed, ask, dice)
-    return max(costed, key=lambda one: _weight(ask.affinity, one))
+    return max(costed, key=lambda one: _lot(ask.affinity, one))
 
 
 def _name(one: Costed) -> tuple[str, int]:
@@ -73,5 +90,17 @@ def _name(one: Costed) -> tuple[str, int]:
     return one.candidate.worker, -1 if rank is None else rank
 
 
-def _weight(affinity: str, one: Costed) -> bytes:
-    return blake2b(repr((affinity, _name(one))).encode(), digest_size=8).digest()
+def _by_weight(equals: Sequence[Costed], throw: float) -> Costed:
+    left = throw * sum(one.candidate.weight for one in equals)
+    for one in equals:
+        left -= one.candidate.weight
+        if left < 0:
+            return one
+    return equals[-1]
+
+
+def _lot(affinity: str, one: Costed) -> float:
+    """A chance c of this pair, as ln c / weight: each is the largest as often as its weight says."""
+    drawn = blake2b(repr((affinity, _name(one))).encode(), digest_size=8).digest()
+    chance = (int.from_bytes(drawn, "big") + 1) / (2**64 + 1)
+    return log(chance) / one.candidate.weight

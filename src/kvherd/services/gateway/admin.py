@@ -1,6 +1,5 @@
 """The gateway's HTTP beside the data path: the fleet, orders to it, and what programs ask of any engine."""
 
-from typing import Any
 from urllib.parse import unquote
 
 from starlette.applications import Starlette
@@ -15,11 +14,11 @@ from kvherd.core.errors import FieldInvalid, KvherdError
 from kvherd.core.fleet.fanout import FanoutReport
 from kvherd.core.fleet.roster import Member
 from kvherd.services.gateway.console import Console
-from kvherd.services.gateway.fleet import WorkerSpec
 from kvherd.wire.fleet_json import flush_report, profile_report
 from kvherd.wire.openai.body import parse_object
 from kvherd.wire.openai.errors import error_body
 from kvherd.wire.profile_fields import decode_start_profile, decode_stop_profile
+from kvherd.wire.worker_fields import worker_change, worker_spec
 
 RETRY_AFTER_S = "5"
 
@@ -31,6 +30,7 @@ def build_app(console: Console, *, policy: str) -> Starlette:
         Route("/workers", routes.list_workers, methods=["GET"]),
         Route("/workers", routes.add_worker, methods=["POST"]),
         Route("/workers/{name:path}", routes.show_worker, methods=["GET"]),
+        Route("/workers/{name:path}", routes.change_worker, methods=["PATCH"]),
         Route("/workers/{name:path}", routes.remove_worker, methods=["DELETE"]),
         Route("/flush_cache", routes.flush, methods=["POST"]),
         Route("/start_profile", routes.start_profile, methods=["POST"]),
@@ -87,8 +87,12 @@ class _Routes:
 
     async def add_worker(self, request: Request) -> Response:
         body = parse_object(await request.body())
-        entry, new = self._console.add(_worker_spec(body))
+        entry, new = self._console.add(worker_spec(body))
         return JSONResponse(entry, status_code=201 if new else 200)
+
+    async def change_worker(self, request: Request) -> Response:
+        change = worker_change(parse_object(await request.body()))
+        return JSONResponse(self._console.change(_name(request), change))
 
     async def remove_worker(self, request: Request) -> Response:
         drain_s = _seconds(request, default=None)
@@ -118,16 +122,18 @@ class _Routes:
 
     async def models(self, _: Request) -> Response:
         roster = self._console.fleet.roster
-        models = [
-            {
-                "id": model,
+        models = []
+        for name in roster.names():
+            model = roster.meant(name)
+            listed = {
+                "id": name,
                 "object": "model",
                 "created": 0,
                 "owned_by": "kvherd",
+                "root": model,
                 "max_model_len": _context_tokens([one for one in roster if model in one.models]),
             }
-            for model in roster.models()
-        ]
+            models.append(listed)
         return JSONResponse({"object": "list", "data": models})
 
     async def health(self, _: Request) -> Response:
@@ -167,6 +173,7 @@ class _Routes:
                 "router_manager": True,  # bench clients of this field ask a router no engine's figures
                 "policy": self._policy,
                 "models": list(roster.models()),
+                "aliases": dict(roster.aliases),
                 "workers": [one.worker for one in roster],
             }
         )
@@ -179,25 +186,6 @@ class _Routes:
 def _profiled(report: FanoutReport, done: str) -> Response:
     headers = {"retry-after": RETRY_AFTER_S} if report.http_status == 503 else None
     return JSONResponse(profile_report(report, done), status_code=report.http_status, headers=headers)
-
-
-def _worker_spec(body: dict[str, Any]) -> WorkerSpec:
-    """Raises `FieldInvalid`, naming the field that is wrong."""
-    wanted = {
-        "url": "grpc://HOST:PORT or http://HOST:PORT",
-        "events": "grpc://HOST:PORT or tcp://HOST:PORT",
-        "replay": "tcp://HOST:PORT",
-        "tokenizer": "/models/NAME, a directory of the gateway's machine",
-    }
-    unknown = sorted(body.keys() - wanted.keys() - {"bind"})
-    if unknown:
-        raise FieldInvalid(unknown[0], f"is unknown here; a worker has {', '.join(wanted)} and bind")
-    for name, example in wanted.items():
-        if not isinstance(body.get(name), str if name == "url" else str | None):
-            raise FieldInvalid(name, f"must be a text such as {example}")
-    if not isinstance(body.get("bind", False), bool):
-        raise FieldInvalid("bind", "must be true or false")
-    return WorkerSpec(**body)
 
 
 def _name(request: Request) -> str:

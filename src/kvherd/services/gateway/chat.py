@@ -40,10 +40,11 @@ from kvherd.services.gateway.heal import FullReports, HealMode, Incomplete
 from kvherd.services.gateway.metrics import GatewayMetrics
 from kvherd.services.gateway.parity import counted
 from kvherd.services.gateway.prompts import EncodingCache, Prompt, read_prompt
-from kvherd.services.gateway.turn import Incoming, Turn
+from kvherd.services.gateway.turn import Incoming, Renamed, Turn
 from kvherd.services.gateway.usage_samples import UsageSamples, WithoutUsage, uncompressed
 from kvherd.services.gateway.witness import Witness
 from kvherd.wire.fleet_json import explanation_header
+from kvherd.wire.openai.edits import with_model
 from kvherd.wire.openai.routing import peek
 
 access = logging.getLogger("kvherd.access")
@@ -117,6 +118,9 @@ class DataPath:
         began_s = self._now_s()
         asked = peek(incoming.body)
         model = self._model(asked.model)
+        if asked.model and asked.model != model:
+            incoming = Renamed(incoming, with_model(incoming.body, model))
+            asked = peek(incoming.body)
         tokenizer = self._fleet.tokenizer(model) if self._policy.needs_tokens else None
         if self._policy.remembers_prompts:
             prompt = await read_prompt(incoming.path, incoming.body, asked, tokenizer, self._encodings)
@@ -263,16 +267,17 @@ class DataPath:
 
     def _model(self, asked: str | None) -> str:
         """The model that is meant. Raises `ModelUnknown`, `FieldInvalid` or `NoWorker`."""
-        served = self._fleet.roster.models()
-        if asked in served:
-            return asked or ""
-        if not served:
-            reasons = tuple(f"{one.worker} {one.unavailable(self._now_s())}" for one in self._fleet.roster)
-            raise NoWorker(asked or "", reasons)
+        roster = self._fleet.roster
+        served, meant = roster.models(), roster.meant(asked or "")
+        if meant in served:
+            return meant
+        if not served or meant in roster.expected():
+            reasons = tuple(f"{one.worker} {one.unavailable(self._now_s())}" for one in roster)
+            raise NoWorker(meant, reasons)
         if asked:
-            raise ModelUnknown(asked, served)
+            raise ModelUnknown(asked, roster.names())
         if len(served) > 1:
-            raise FieldInvalid("model", f"is missing; name one of {', '.join(served)}")
+            raise FieldInvalid("model", f"is missing; name one of {', '.join(roster.names())}")
         return served[0]
 
     def _unique(self, request: RequestId) -> RequestId:

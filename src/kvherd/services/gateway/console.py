@@ -10,13 +10,14 @@ from ipaddress import IPv6Address, ip_address
 from kvherd.core.errors import FieldInvalid, NotAllowed, WorkerError, WorkerUnknown
 from kvherd.core.fleet.fanout import FanoutReport
 from kvherd.core.fleet.roster import Member
+from kvherd.core.fleet.spec import WorkerChange, WorkerSpec
 from kvherd.core.ids import WorkerId
-from kvherd.services.gateway.fleet import Fleet, WorkerSpec
+from kvherd.services.gateway.fleet import Fleet
 from kvherd.services.gateway.metrics import GatewayMetrics
 from kvherd.services.gateway.orders import Addressee, Flushed, flush_fleet, profile_fleet
 from kvherd.wire.audit_json import Audited, audit_report
 from kvherd.wire.engine_metrics import merge_metrics
-from kvherd.wire.fleet_json import Json, KvView, worker_entry
+from kvherd.wire.fleet_json import Json, KvView, under_way, worker_entry
 
 LONGEST_FLUSH_S = 3600.0
 METRICS_S = 5.0
@@ -94,8 +95,9 @@ class Console:
         return [self.entry(member, now_s) for member in self.fleet.roster]
 
     def worker(self, name: str) -> Json:
-        """One worker by URL or id. Raises `WorkerUnknown`."""
-        return self.entry(self._find(name), asyncio.get_running_loop().time())
+        """One worker by URL or id, with the requests that are under way there. Raises `WorkerUnknown`."""
+        member, now_s = self._find(name), asyncio.get_running_loop().time()
+        return {**self.entry(member, now_s), "under_way": under_way(member, now_s)}
 
     def entry(self, member: Member, now_s: float) -> Json:
         return worker_entry(member, self.kv(member.worker), now_s)
@@ -108,7 +110,7 @@ class Console:
         roster, now_s = self.fleet.roster, asyncio.get_running_loop().time()
         if not len(roster):
             return ["no worker is registered"]
-        if not roster.models():
+        if not roster.expected():
             return [f"{one.worker} {one.unavailable(now_s)}" for one in roster]
         return [f"no worker takes requests for {model} now" for model in roster.unserved(now_s)]
 
@@ -117,6 +119,11 @@ class Console:
         before = len(self.fleet.roster)
         member = self.fleet.add(spec)
         return self.entry(member, asyncio.get_running_loop().time()), len(self.fleet.roster) > before
+
+    def change(self, name: str, change: WorkerChange) -> Json:
+        """The worker's entry as it is now. Raises `WorkerUnknown` or `OptionInvalid`."""
+        member = self.fleet.change(self._find(name).worker, change)
+        return self.entry(member, asyncio.get_running_loop().time())
 
     async def remove(self, name: str, *, drain_s: float | None) -> Json:
         """Drain a worker and let it go. Raises `WorkerUnknown` or `FieldInvalid`."""

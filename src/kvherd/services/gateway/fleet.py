@@ -8,11 +8,19 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Protocol, Self
-from urllib.parse import urlsplit
 
 from kvherd.core.errors import KvherdError, OptionInvalid, WorkerError, WorkerTimedOut, WorkerUnreachable
 from kvherd.core.fleet.health import Down, Up
 from kvherd.core.fleet.roster import Member, Roster
+from kvherd.core.fleet.spec import (
+    DIRECT,
+    SIDECAR,
+    WorkerChange,
+    WorkerSpec,
+    checked_labels,
+    checked_weight,
+    normal_url,
+)
 from kvherd.core.ids import RequestId, WorkerId
 from kvherd.ports.completions import Tokenizer
 from kvherd.ports.kv_feed import EventSource, KvFeed
@@ -30,25 +38,6 @@ FeedFactory = Callable[[EventSource], KvFeed]
 
 TokenizerFactory = Callable[[str], Awaitable[Tokenizer]]
 """Fetches the tokenizer of the engine behind a gRPC URL, or reads it from a directory. Raises a `KvherdError`."""
-
-
-DIRECT = ("tcp://", "ipc://")
-"""How the addresses of an engine's own sockets begin."""
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerSpec:
-    """A worker as an operator names it.
-
-    `events`, `replay` and `bind` are where its KV events are, as in `EventSource`, if that is not its own to say;
-    `tokenizer` is a directory of this machine with the model's tokenizer, if the worker hands out none.
-    """
-
-    url: str
-    events: str | None = None
-    replay: str | None = None
-    bind: bool = False
-    tokenizer: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,25 +110,46 @@ class Fleet:
 
     def add(self, spec: WorkerSpec) -> Member:
         """Register a worker; one that is registered already is answered as it is. Raises `OptionInvalid`."""
-        url = normal_url(spec.url, "url")
+        worker = spec.worker
         events = self._events_of(spec)
-        worker = WorkerId(url)
+        labels, weight = checked_labels(spec.labels), checked_weight(spec.weight)
         known = self.roster.get(worker)
         if known is not None:
             return known
         if len(self.roster) >= self._config.max_workers:
             raise OptionInvalid("url", f"{self._config.max_workers} workers are registered already, the limit here")
+        connection = self._worker_factory(worker)
+        connection.place_sidecar(labels.get(SIDECAR))
         member = Member(
             worker,
             events_url=events,
             replay_url=spec.replay,
             binds_events=spec.bind,
             tokenizer_from=spec.tokenizer,
+            labels=labels,
+            weight=weight,
+            draining=spec.draining,
         )
         self.roster.join(member)
-        self._workers[worker] = self._worker_factory(url)
+        self._workers[worker] = connection
         self._wakes[worker] = asyncio.Event()
         self._tending[worker] = self._group.create_task(self._tend(member), name=f"tend {worker}")
+        return member
+
+    def change(self, worker: WorkerId, change: WorkerChange) -> Member:
+        """Change what an operator may of a member; all of it or nothing. Raises `OptionInvalid` or `KeyError`."""
+        member = self.roster.get(worker)
+        if member is None:
+            raise KeyError(worker)
+        wanted = {**member.labels, **(change.labels or {})}
+        labels = checked_labels({name: value for name, value in wanted.items() if value is not None})
+        weight = member.weight if change.weight is None else checked_weight(change.weight)
+        if change.draining is False and member.leaves_at_s is not None:
+            raise OptionInvalid("draining", f"{worker} is leaving; add it again when it has left")
+        self._workers[worker].place_sidecar(labels.get(SIDECAR))
+        member.labels, member.weight = labels, weight
+        if change.draining is not None:
+            member.draining = change.draining
         return member
 
     def _events_of(self, spec: WorkerSpec) -> str | None:
@@ -159,14 +169,25 @@ class Fleet:
         return normal_url(spec.events, "events", schemes=("grpc",))
 
     async def remove(self, worker: WorkerId, *, drain_s: float | None = None) -> bool:
-        """Take no new request there, wait for those under way, and let it go; whether all of them ended in time.
+        """As `begin_remove`; whether every request that was under way ended in time. Goes on when the caller leaves."""
+        return await asyncio.shield(self.begin_remove(worker, drain_s=drain_s))
 
-        Goes on when the caller leaves. A second call joins the first.
+    def begin_remove(self, worker: WorkerId, *, drain_s: float | None = None) -> asyncio.Task[bool]:
+        """Take no new request there, wait for those under way, and let it go.
+
+        A second call joins the first, and can bring its end nearer.
         """
+        bound_s = self._config.drain_s if drain_s is None else drain_s
+        member, ends_at_s = self.roster.get(worker), self._now_s() + bound_s
         if worker not in self._leaving:
-            bound_s = self._config.drain_s if drain_s is None else drain_s
-            self._leaving[worker] = self._group.create_task(self._leave(worker, bound_s), name=f"drain {worker}")
-        return await asyncio.shield(self._leaving[worker])
+            self._last_ended[worker] = asyncio.Event()
+            self._leaving[worker] = self._group.create_task(self._leave(worker), name=f"drain {worker}")
+            if member is not None:
+                member.draining, member.leaves_at_s = True, ends_at_s
+        elif member is not None and drain_s is not None and member.leaves_at_s is not None:
+            member.leaves_at_s = min(member.leaves_at_s, ends_at_s)
+            self._last_ended[worker].set()
+        return self._leaving[worker]
 
     def worker(self, worker: WorkerId) -> Worker:
         """The connection to a member. Raises `KeyError` if it is none."""
@@ -198,7 +219,7 @@ class Fleet:
     def request_ended(self, member: Member, request: RequestId) -> None:
         """It is no longer under way there, whatever became of it."""
         member.end(request, now_s=self._now_s())
-        if member.draining and not member.in_flight and member.worker in self._last_ended:
+        if member.worker in self._last_ended and not member.in_flight:
             self._last_ended[member.worker].set()
 
     async def _tend(self, member: Member) -> None:
@@ -333,16 +354,15 @@ class Fleet:
         if load.capacity_tokens:
             member.capacity_tokens = load.capacity_tokens
 
-    async def _leave(self, worker: WorkerId, drain_s: float) -> bool:
-        member = self.roster.get(worker)
+    async def _leave(self, worker: WorkerId) -> bool:
+        member, ended = self.roster.get(worker), self._last_ended[worker]
         if member is None:
+            del self._leaving[worker], self._last_ended[worker]
             return True
-        member.draining = True
-        ended = self._last_ended[worker] = asyncio.Event()
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(drain_s):
-                while member.in_flight:
-                    ended.clear()
+        while member.in_flight and member.leaves_at_s is not None and member.leaves_at_s > self._now_s():
+            ended.clear()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout_at(member.leaves_at_s):
                     await ended.wait()
         drained = not member.in_flight
         self._tending[worker].cancel()
@@ -358,24 +378,6 @@ class Fleet:
 
     def _now_s(self) -> float:
         return asyncio.get_running_loop().time()
-
-
-def normal_url(url: str, field: str, *, schemes: tuple[str, ...] = ("grpc", "http", "https")) -> str:
-    """`SCHEME://HOST:PORT`, in lower case, with nothing after it. Raises `OptionInvalid` saying what would be right."""
-    problem = f"{url!r} is not of the form {'|'.join(schemes)}://HOST:PORT"
-    try:
-        parts = urlsplit(url.strip())
-        host, port = parts.hostname, parts.port
-    except ValueError:
-        raise OptionInvalid(field, problem) from None
-    if parts.scheme not in schemes or not host or parts.username or parts.query or parts.fragment:
-        raise OptionInvalid(field, problem)
-    if parts.scheme == "grpc" and port is None:
-        raise OptionInvalid(field, f"{url!r} names no port")
-    if host.startswith(("169.254.", "fe80:")):
-        raise OptionInvalid(field, f"{host} is a link-local address, which no worker may have")
-    named = f"[{host}]" if ":" in host else host
-    return f"{parts.scheme}://{named}{f':{port}' if port else ''}{parts.path.rstrip('/')}"
 
 
 def _why(error: WorkerError) -> str:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Self
 
+from kvherd.core.fleet.spec import WorkerSpec
 from kvherd.core.ids import WorkerId
 from kvherd.core.kv.hashing import PrefixHasher
 from kvherd.core.kv.index import PrefixIndex
@@ -17,14 +18,7 @@ from kvherd.services.gateway.audit import Audit
 from kvherd.services.gateway.chat import DataPath, PathConfig
 from kvherd.services.gateway.console import Console
 from kvherd.services.gateway.credit import Credit
-from kvherd.services.gateway.fleet import (
-    FeedFactory,
-    Fleet,
-    FleetConfig,
-    TokenizerFactory,
-    WorkerFactory,
-    WorkerSpec,
-)
+from kvherd.services.gateway.fleet import FeedFactory, Fleet, FleetConfig, TokenizerFactory, WorkerFactory
 from kvherd.services.gateway.follow import Followers
 from kvherd.services.gateway.grpc import GatewayGrpc
 from kvherd.services.gateway.heal import HealMode, IdleFlushes

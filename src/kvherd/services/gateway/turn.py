@@ -32,6 +32,15 @@ class Incoming(Protocol):
     def request(self) -> RequestId: ...
 
 
+class Renamed:
+    """A request whose client gave an alias: the same with the model's own name in its body."""
+
+    def __init__(self, incoming: Incoming, body: bytes) -> None:
+        self.method, self.target, self.path = incoming.method, incoming.target, incoming.path
+        self.headers, self.request = incoming.headers, incoming.request
+        self.body = body
+
+
 @dataclass(slots=True)
 class Turn:
     """`match` and what follows it are of the last try."""

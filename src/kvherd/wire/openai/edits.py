@@ -9,10 +9,12 @@ from typing import Final
 
 import msgspec
 
+from kvherd.core.errors import FieldInvalid
 from kvherd.wire.openai.routing import Peek, peek
 
 _FULL_REPORT: Final = b'"kv_cache_report_mode":"full"'
 _MODE: Final = "kv_cache_report_mode"
+_MODEL: Final = re.compile(rb'"model"\s*:\s*("(?:[^"\\]|\\.)*+")')
 _EMPTY_OBJECT: Final = re.compile(rb"\{\s*\}")
 
 
@@ -38,6 +40,15 @@ def with_full_report(body: bytes, asked: Peek) -> bytes | None:
     except msgspec.MsgspecError:
         return None
     return _with_value(body, b"vllm_xargs", own, b"{" + _FULL_REPORT + b"," + own[1:])
+
+
+def with_model(body: bytes, model: str) -> bytes:
+    """Ask for this model in place of the one that the body names. Raises `FieldInvalid` if its name cannot be found."""
+    for found in reversed(list(_MODEL.finditer(body))):
+        edited = body[: found.start(1)] + msgspec.json.encode(model) + body[found.end(1) :]
+        if peek(edited).model == model:  # another may stand further inside
+            return edited
+    raise FieldInvalid("model", "is an alias here, and must be written without escapes in its key")
 
 
 def _with_member(body: bytes, member: bytes) -> bytes:

@@ -1,0 +1,119 @@
+"""A worker as an operator names it, and which addresses may name one."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Final
+from urllib.parse import urlsplit
+
+from kvherd.core.errors import OptionInvalid
+from kvherd.core.ids import WorkerId
+
+DIRECT: Final = ("tcp://", "ipc://")
+"""How the addresses of an engine's own sockets begin."""
+
+SIDECAR: Final = "sidecar"
+"""The label that says where the HTTP sidecar of a worker on gRPC is, if not one port above it."""
+
+HOST: Final = "{host}"
+"""Stands for a worker's own address where one entry names several workers."""
+
+MOST_LABELS: Final = 32
+_MOST_CHARACTERS: Final = 256
+_MOST_WEIGHT: Final = 1000.0
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSpec:
+    """One entry: a worker, or with `resolve` as many as its host name has addresses.
+
+    `events`, `replay` and `bind` are where its KV events are, as in `EventSource`, if that is not its own to say;
+    `tokenizer` is a directory of this machine with the model's tokenizer, if the worker hands out none. A worker of
+    `weight` 2 counts as twice as fast as it is. One that is `draining` takes no new request.
+    """
+
+    url: str
+    events: str | None = None
+    replay: str | None = None
+    bind: bool = False
+    tokenizer: str | None = None
+    labels: Mapping[str, str] = field(default_factory=dict)
+    weight: float = 1.0
+    draining: bool = False
+    resolve: bool = False
+
+    @property
+    def worker(self) -> WorkerId:
+        """Raises `OptionInvalid`."""
+        return WorkerId(normal_url(self.url, "url"))
+
+    def at(self, host: str) -> "WorkerSpec":
+        """The one worker of this entry at that address. Raises `OptionInvalid`."""
+        parts = urlsplit(normal_url(self.url, "url"))
+        named = f"[{host}]" if ":" in host else host
+        port = f":{parts.port}" if parts.port else ""
+
+        def placed(text: str | None) -> str | None:
+            return text and text.replace(HOST, named)
+
+        labels = {name: value.replace(HOST, named) for name, value in self.labels.items()}
+        return replace(
+            self,
+            url=f"{parts.scheme}://{named}{port}{parts.path}",
+            events=placed(self.events),
+            replay=placed(self.replay),
+            labels=labels,
+            resolve=False,
+        )
+
+    def connects_as(self, other: "WorkerSpec") -> bool:
+        """They differ in nothing that only a new connection could take over."""
+        changed = replace(other, labels=self.labels, weight=self.weight, draining=self.draining)
+        return self == changed
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerChange:
+    """What an operator may change of a worker that is a member; None leaves it. A label of None is taken away."""
+
+    labels: Mapping[str, str | None] | None = None
+    weight: float | None = None
+    draining: bool | None = None
+
+
+def checked_labels(labels: Mapping[str, str]) -> dict[str, str]:
+    """Raises `OptionInvalid` for labels that cannot be."""
+    if len(labels) > MOST_LABELS:
+        raise OptionInvalid("labels", f"there may be {MOST_LABELS} of them, not {len(labels)}")
+    for name, value in labels.items():
+        if not name or not value or len(name) > _MOST_CHARACTERS or len(value) > _MOST_CHARACTERS:
+            problem = f"a name and a value have 1 to {_MOST_CHARACTERS} characters each"
+            raise OptionInvalid(f"labels.{name[:40]}", problem)
+    if SIDECAR in labels:
+        normal_url(labels[SIDECAR], f"labels.{SIDECAR}", schemes=("http", "https"))
+    return dict(labels)
+
+
+def checked_weight(weight: float) -> float:
+    """Raises `OptionInvalid` unless it is above 0 and at most 1000."""
+    if not math.isfinite(weight) or not 0 < weight <= _MOST_WEIGHT:
+        raise OptionInvalid("weight", f"must be above 0 and at most {_MOST_WEIGHT:g}; to send nothing there, drain it")
+    return float(weight)
+
+
+def normal_url(url: str, field: str, *, schemes: tuple[str, ...] = ("grpc", "http", "https")) -> str:
+    """`SCHEME://HOST:PORT`, in lower case, with nothing after it. Raises `OptionInvalid` saying what would be right."""
+    problem = f"{url!r} is not of the form {'|'.join(schemes)}://HOST:PORT"
+    try:
+        parts = urlsplit(url.strip())
+        host, port = parts.hostname, parts.port
+    except ValueError:
+        raise OptionInvalid(field, problem) from None
+    if parts.scheme not in schemes or not host or parts.username or parts.query or parts.fragment:
+        raise OptionInvalid(field, problem)
+    if parts.scheme == "grpc" and port is None:
+        raise OptionInvalid(field, f"{url!r} names no port")
+    if host.startswith(("169.254.", "fe80:")):
+        raise OptionInvalid(field, f"{host} is a link-local address, which no worker may have")
+    named = f"[{host}]" if ":" in host else host
+    return f"{parts.scheme}://{named}{f':{port}' if port else ''}{parts.path.rstrip('/')}"
