@@ -108,10 +108,11 @@ class BodyTooLarge(CallerError):
 
 @dataclass(eq=False)
 class HeadTooLarge(CallerError):
-    limit_bytes: int
+    limit: int
+    unit: str = "bytes"
 
     def __str__(self) -> str:
-        return f"the request line and headers are larger than {self.limit_bytes} bytes, the limit here"
+        return f"the request line and headers have more than {self.limit} {self.unit}, the limit here"
 
 
 @dataclass(eq=False)

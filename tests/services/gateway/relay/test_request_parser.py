@@ -83,7 +83,7 @@ def test_headers_of_the_connection_stay_on_it() -> None:
         )
     )
     names = {name for name, _ in request.headers}
-    assert names == {b"host", b"x-kept", b"x-request-id", b"traceparent"}
+    assert names == {b"host", b"x-kept", b"x-request-id", b"traceparent", b"forwarded", b"x-forwarded-for"}
 
 
 @pytest.mark.parametrize(

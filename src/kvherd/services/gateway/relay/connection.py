@@ -13,6 +13,7 @@ from typing import cast
 from kvherd.core.errors import CallerTooSlow, GatewayFull, GatewayStopping, KvherdError
 from kvherd.core.ids import RequestId
 from kvherd.services.gateway.relay.asgi import answer_with_app
+from kvherd.services.gateway.relay.departure import HalfClosed
 from kvherd.services.gateway.relay.edge import AsgiApp, DataHandler, DataRequest, RelayLimits, is_data
 from kvherd.services.gateway.relay.requests import Incoming, Refusal, RequestParser, Stage
 from kvherd.services.gateway.relay.responder import ConnectionResponder
@@ -52,6 +53,7 @@ class Connection(asyncio.Protocol):
         "_drainers",
         "_ends_at_s",
         "_gone",
+        "_half_closed",
         "_in_app",
         "_lost",
         "_parser",
@@ -78,6 +80,7 @@ class Connection(asyncio.Protocol):
         self._stage_since_s = self._read_s = premises.now_s
         self._stalled_since_s: float | None = None
         self._ends_at_s: float | None = None
+        self._half_closed: HalfClosed | None = None
         self._busy = self._in_app = self._lost = self._cut_off = False
         self._reading = True
         self._responder: ConnectionResponder | None = None
@@ -120,11 +123,15 @@ class Connection(asyncio.Protocol):
                 self.transport.pause_reading()
 
     def eof_received(self) -> bool:
-        """A client that has sent its end is taken to have left: one that closed cannot be told from one that only
-        finished sending, and engines must not work for the first.
-        """
-        self._leave()
-        return False
+        """One that only finished sending gets its answers; one that closed looks the same until it is written to."""
+        self._parser.finish()
+        waits_for_answers = self._busy or self._parser.ready
+        if not waits_for_answers or self._ends_at_s is not None or self.transport.get_extra_info("sslcontext"):
+            self._leave()
+            return False
+        self._reading = True  # there is nothing to resume
+        self._half_closed = HalfClosed(self.transport, self._premises.loop, self._sound, self._leave_for_good)
+        return True
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._leave()
@@ -146,6 +153,8 @@ class Connection(asyncio.Protocol):
     def check(self, now_s: float) -> None:
         """Judge the client's speed. Called at every tick."""
         limits = self._premises.limits
+        if self._half_closed is not None:
+            self._half_closed.check()
         if self._ends_at_s is not None:
             if now_s >= self._ends_at_s:
                 self.transport.abort()
@@ -306,6 +315,14 @@ class Connection(asyncio.Protocol):
             self._gone.set_result(None)
         if self._task is not None and not self._in_app:
             self._task.cancel()
+
+    def _leave_for_good(self) -> None:
+        self._leave()
+        self.transport.abort()
+
+    def _sound(self) -> None:
+        if self._responder is not None and self._stalled_since_s is None:
+            self._responder.sound()
 
     def _release_drainers(self) -> None:
         for waiter in self._drainers:

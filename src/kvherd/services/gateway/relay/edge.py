@@ -57,6 +57,7 @@ class RelayLimits:
     """Bounds of one gateway's HTTP side. Times are kept to a tick's precision."""
 
     head_bytes: int = 32 * 1024
+    headers: int = 200
     body_bytes: int = 32 * 1024 * 1024
     write_buffer_bytes: int = 64 * 1024
     connections: int = 8192

@@ -8,6 +8,7 @@ nothing more is read: a parser that lost its place must not guess where the next
 
 import itertools
 import random
+import re
 from collections import deque
 from dataclasses import dataclass
 from enum import Enum
@@ -54,10 +55,13 @@ class _Refused(Exception):
 _OF_THE_CONNECTION = frozenset(
     {b"connection", b"keep-alive", b"proxy-connection", b"te", b"trailer", b"upgrade", b"transfer-encoding", b"expect"}
 )
-_NOTABLE = _OF_THE_CONNECTION | {b"host", b"content-length", b"x-request-id", b"traceparent"}
+_DISGUISED = frozenset({b"content_length", b"transfer_encoding"})
+"""Some servers read an underscore as a hyphen; what could frame a body there is not sent on."""
+_NOTABLE = _OF_THE_CONNECTION | _DISGUISED | {b"host", b"content-length", b"x-request-id", b"traceparent"}
 _USUAL_TOKENS = frozenset({b"keep-alive", b"close", b"upgrade"})
 _METHODS = {name.encode(): name for name in ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")}
-_REQUEST_ID_BYTES = 128
+_REQUEST_ID = re.compile(rb"[!#$%&'()*+,\-./0-9:;<=>?@A-Z\[\]^_`a-z{|}~]{1,128}")  # no space, quote or backslash
+_HOST = re.compile(rb"[A-Za-z0-9._~!$&'()*+,;=%\-\[\]:]*")
 _BYTES_AROUND_A_CHUNK = 8
 # Identifiers are half this process's own dice, half a count: one cast for each request would cost more than parsing it.
 _OURS = b"%016x" % random.SystemRandom().getrandbits(64)
@@ -81,6 +85,7 @@ class RequestParser:
         "_content_length",
         "_expect",
         "_fed",
+        "_forwarded",
         "_has_request_id",
         "_has_traceparent",
         "_head_fed",
@@ -102,6 +107,7 @@ class RequestParser:
     def __init__(self, limits: RelayLimits, peer: str) -> None:
         self._limits = limits
         self._peer = peer
+        self._forwarded = _forwarded(peer)
         self._parser = httptools.HttpRequestParser(self)
         self.ready: deque[Incoming | Refusal] = deque()
         self.ended = False
@@ -146,6 +152,12 @@ class RequestParser:
             self.wants_continue = False
             self.ready.append(Refusal(error))
 
+    def finish(self) -> None:
+        """The client sends no more; a request of which a part is missing is none."""
+        self.ended = True
+        self.stage = _IDLE
+        self.wants_continue = False
+
     def close(self) -> None:
         """Read nothing more, ever. Once only; also lets go of the callbacks, which refer back to this object."""
         self.ended = True
@@ -183,6 +195,8 @@ class RequestParser:
             raise _Refused(Unsupported(f"HTTP/{version}"))
         elif self._hosts != 1:
             raise _Refused(FrameInvalid("HTTP/1.1", f"it has {self._hosts} Host headers and must have one"))
+        if b"#" in self._url:
+            raise _Refused(FrameInvalid("HTTP/1.1", "its target has a fragment (#), which is for the client alone"))
         self._check_sizes()
         if self._upgrade or self._expect or self._connection:
             self._check_rare()
@@ -215,10 +229,12 @@ class RequestParser:
         """Remember what matters here; whether the header goes on to the handler."""
         if name == b"host":
             self._hosts += 1
+            if not _HOST.fullmatch(value):
+                raise _Refused(FrameInvalid("HTTP/1.1", "its Host header names no host"))
         elif name == b"content-length":
             self._content_length = value
         elif name == b"x-request-id":
-            if self._has_request_id or not 0 < len(value) <= _REQUEST_ID_BYTES:
+            if self._has_request_id or not _REQUEST_ID.fullmatch(value):
                 return False
             self._has_request_id = True
         elif name == b"traceparent":
@@ -244,6 +260,8 @@ class RequestParser:
 
     def _check_sizes(self) -> None:
         limits = self._limits
+        if len(self._headers) > limits.headers:
+            raise _Refused(HeadTooLarge(limits.headers, "headers"))
         if self._head_fed > limits.head_bytes < self._head_size():  # what was fed may hold more than this head
             raise _Refused(HeadTooLarge(limits.head_bytes))
         if self._content_length and int(self._content_length) > limits.body_bytes:
@@ -302,6 +320,7 @@ class RequestParser:
             made = next(value for name, value in headers if name == b"x-request-id")
         if not self._has_traceparent:
             headers.append((b"traceparent", b"00-" + _OURS + mine + b"-" + mine + b"-01"))
+        headers += self._forwarded
         parts = self._body
         body = b"" if not parts else parts[0] if len(parts) == 1 else b"".join(parts)
         self._body = []
@@ -320,6 +339,15 @@ class _BodyOnly:
     def __init__(self, parser: RequestParser) -> None:
         self.on_body = parser.on_body
         self.on_message_complete = parser.on_message_complete
+
+
+def _forwarded(peer: str) -> tuple[tuple[bytes, bytes], ...]:
+    """Who is asking, for the worker's log, behind whatever the client itself said: the last line is the one we saw."""
+    host = peer.rpartition(":")[0].strip("[]").encode("ascii", "replace")
+    if not host or host == b"unix":
+        return ((b"forwarded", b"for=unknown"),)
+    node = b'"[%b]"' % host if b":" in host else host
+    return ((b"forwarded", b"for=" + node), (b"x-forwarded-for", host))
 
 
 def _path_of(target: str) -> str:

@@ -28,7 +28,11 @@ _OF_THE_CONNECTION = frozenset(
     {b"connection", b"keep-alive", b"proxy-connection", b"te", b"trailer", b"upgrade", b"transfer-encoding"}
 )
 _NOTABLE = _OF_THE_CONNECTION | {b"content-length", b"content-type", b"x-request-id"}
+_USUAL_TOKENS = frozenset({b"keep-alive", b"close", b"upgrade"})
+_FRAMING = frozenset({b"content-length", b"content-type", b"transfer-encoding"})
 _BODYLESS = frozenset({204, 304})
+_MOST_PADDING = 8  # some clients read at most so many digits of a chunk's size, and sixteen are enough for all
+_CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 _WITHOUT_LENGTH = -1
 
 
@@ -49,6 +53,7 @@ class ConnectionResponder:
         "_incoming",
         "_left",
         "_outlet",
+        "_padding",
         "_silent",
         "_sse",
         "_tail",
@@ -65,6 +70,7 @@ class ConnectionResponder:
         self._chunked = False
         self._silent = False
         self._sse = False
+        self._padding = 0
         self._left = _WITHOUT_LENGTH
         self._tail = self._held_head = b""
 
@@ -90,6 +96,7 @@ class ConnectionResponder:
             return
         if self._chunked:
             self._tail = data
+            self._padding = 0
             self._outlet.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
             return
         if self._left != _WITHOUT_LENGTH:
@@ -150,6 +157,8 @@ class ConnectionResponder:
             lower = name.lower()
             if lower in _NOTABLE:
                 if lower in _OF_THE_CONNECTION:
+                    if lower == b"connection" and value.lower() not in _USUAL_TOKENS:
+                        return self._head(status, _without_nominated(headers))
                     continue
                 has_id = has_id or lower == b"x-request-id"
                 self._note(lower, value)
@@ -191,6 +200,19 @@ class ConnectionResponder:
         self._ended = True
         self.keep_alive = False
 
+    def sound(self) -> None:
+        """Write what means nothing, to a client of which it is unknown whether it is still there: if it is not, its
+        machine answers with a reset. An interim response before the answer, within it a zero before the next chunk's
+        size; nothing where neither is possible.
+        """
+        if self._ended or self._incoming.http10:
+            return
+        if not self.started or self._held_head:
+            self._outlet.transport.write(_CONTINUE)
+        elif self._chunked and self._padding < _MOST_PADDING:
+            self._padding += 1
+            self._outlet.transport.write(b"0")
+
     async def drain(self) -> None:
         if not self._ended:
             await self._outlet.drain()
@@ -209,6 +231,13 @@ class ConnectionResponder:
             if connection is not None:
                 connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             transport.abort()
+
+
+def _without_nominated(headers: Sequence[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
+    """The headers but those that a Connection header takes for one hop; what frames the body is not its to take."""
+    told = b",".join(value for name, value in headers if name.lower() == b"connection")
+    nominated = {token.strip().lower() for token in told.split(b",")} - _FRAMING | {b"connection"}
+    return [header for header in headers if header[0].lower() not in nominated]
 
 
 def retry_after_s(error: BaseException) -> int:

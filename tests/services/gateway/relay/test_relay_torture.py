@@ -1,0 +1,446 @@
+"""Requests and answers as nobody should write them: each is served right or refused in JSON, and what follows on the
+connection is never confused with it.
+"""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+import pytest
+
+from kvherd.adapters.http_worker import HttpWorker
+from kvherd.core.ids import WorkerId
+from kvherd.ports.worker import Call, Responder
+from kvherd.services.gateway.relay.edge import DataRequest, Message, RelayLimits
+from kvherd.services.gateway.relay.requests import Incoming, Refusal, RequestParser
+from kvherd.services.gateway.relay.server import RelayServer
+from kvherd.testing.raw_http import SSE_HEAD, RawClient, RawRequest, RawServer, Script, chunk, json_answer, until
+
+LIMITS = RelayLimits(body_bytes=1000, head_bytes=2000, headers=20)
+H = b"POST /v1/x HTTP/1.1\r\nHost: h\r\n"
+CHUNKED = H + b"Transfer-Encoding: chunked\r\n\r\n"
+NEXT = b"POST /v1/next HTTP/1.1\r\nHost: h\r\nContent-Length: 4\r\n\r\nnext"
+
+
+def told(headers: bytes = b"", body: bytes = b"hi", length: bytes = b"2") -> bytes:
+    return H + headers + b"Content-Length: " + length + b"\r\n\r\n" + body
+
+
+SERVED = {
+    "plain": told(),
+    "empty lines first": b"\r\n\r\n" + told(),
+    "zeros before the length": told(length=b"0002"),
+    "spaces around the length": told(length=b" \t2 "),
+    "absolute form": told().replace(b"/v1/x", b"http://elsewhere/v1/x"),
+    "a name without letters in lower case": told(b"hOsT2: a\r\n"),
+    "no host named": told().replace(b"Host: h", b"Host:"),
+    "a host of IPv6": told().replace(b"Host: h", b"Host: [::1]:80"),
+    "bytes over 127 in a value": told(b"X-A: \xff\xfe\r\n"),
+    "a coding in capitals": CHUNKED.replace(b"chunked", b"Chunked") + b"2\r\nhi\r\n0\r\n\r\n",
+    "two chunks": CHUNKED + b"1\r\nh\r\n1\r\ni\r\n0\r\n\r\n",
+    "zeros before a chunk's size": CHUNKED + b"0002\r\nhi\r\n000\r\n\r\n",
+    "chunk extensions": CHUNKED + b'2;a=b;c="d"\r\nhi\r\n0;e\r\n\r\n',
+    "a trailer": CHUNKED + b"2\r\nhi\r\n0\r\nX-Sum: 1\r\n\r\n",
+    "a trailer that names another host": CHUNKED + b"2\r\nhi\r\n0\r\nHost: other\r\n\r\n",
+    "a wish to speak h2c": told(b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AA\r\n"),
+    "a nominated length": told(b"Connection: content-length\r\n"),
+    "a coding with an underscore": told(b"Transfer_Encoding: chunked\r\n"),
+    "a length with an underscore": told(b"Content_Length: 40\r\n"),
+    "many small headers": told(b"A: b\r\n" * 15),
+}
+LAST_OF_ITS_CONNECTION = {"a wish to speak h2c"}
+
+REFUSED = {
+    "CL.TE": (H + b"Content-Length: 6\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\nG", 400),
+    "TE.CL": (H + b"Transfer-Encoding: chunked\r\nContent-Length: 3\r\n\r\n1\r\na\r\n0\r\n\r\n", 400),
+    "TE.TE": (H + b"Transfer-Encoding: chunked\r\nTransfer-Encoding: identity\r\n\r\n0\r\n\r\n", 400),
+    "CL.CL": (H + b"Content-Length: 2\r\nContent-Length: 3\r\n\r\nhi", 400),
+    "CL.CL alike": (H + b"Content-Length: 2\r\nContent-Length: 2\r\n\r\nhi", 400),
+    "a list of lengths": (told(length=b"2, 2"), 400),
+    "a negative length": (told(length=b"-2"), 400),
+    "a signed length": (told(length=b"+2"), 400),
+    "a hexadecimal length": (told(length=b"0x2"), 400),
+    "an empty length": (told(length=b""), 400),
+    "a length past 64 bits": (told(length=b"18446744073709551618"), 400),
+    "a coding after chunked": (CHUNKED.replace(b"chunked", b"chunked, gzip") + b"0\r\n\r\n", 400),
+    "a coding before chunked": (CHUNKED.replace(b"chunked", b"gzip, chunked") + b"0\r\n\r\n", 400),
+    "an unknown coding": (CHUNKED.replace(b"chunked", b"xchunked") + b"0\r\n\r\n", 400),
+    "a quoted coding": (CHUNKED.replace(b"chunked", b'"chunked"') + b"0\r\n\r\n", 400),
+    "a coding behind a vertical tab": (CHUNKED.replace(b" chunked", b" \x0bchunked") + b"0\r\n\r\n", 400),
+    "no coding named": (CHUNKED.replace(b"chunked", b"") + b"0\r\n\r\n", 400),
+    "a space before the colon": (H + b"Transfer-Encoding : chunked\r\n\r\n0\r\n\r\n", 400),
+    "a folded value": (told(b"X-A: a\r\n b\r\n"), 400),
+    "a folded coding": (H + b"Transfer-Encoding:\r\n chunked\r\n\r\n0\r\n\r\n", 400),
+    "a folded first line": (H[:-9] + b" \r\nHost: h\r\n\r\n", 400),
+    "bare line feeds": (told().replace(b"\r\n", b"\n"), 400),
+    "one bare line feed": (H + b"X-A: a\nContent-Length: 2\r\n\r\nhi", 400),
+    "a bare return": (told(b"X-A: a\rb\r\n"), 400),
+    "a null in a value": (told(b"X-A: a\x00b\r\n"), 400),
+    "a null in a name": (told(b"X\x00A: a\r\n"), 400),
+    "a control in a value": (told(b"X-A: \x01\r\n"), 400),
+    "a header without a name": (told(b": a\r\n"), 400),
+    "a header without a colon": (told(b"abc\r\n"), 400),
+    "no host": (b"POST /v1/x HTTP/1.1\r\nContent-Length: 2\r\n\r\nhi", 400),
+    "two hosts": (told(b"Host: h\r\n"), 400),
+    "a host with a space": (told().replace(b"Host: h", b"Host: a b"), 400),
+    "a host with a path": (told().replace(b"Host: h", b"Host: a/b"), 400),
+    "a target with a space": (told().replace(b"/v1/x", b"/v1/x y"), 400),
+    "a target with a fragment": (told().replace(b"/v1/x", b"/v1/x#y"), 400),
+    "a target over 127": (told().replace(b"/v1/x", b"/v1/\xc3\xa9"), 400),
+    "no version": (b"GET /v1/x\r\n\r\n", 400),
+    "another version": (told().replace(b"HTTP/1.1", b"HTTP/1.2"), 400),
+    "version two": (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", 400),
+    "an unknown method": (told().replace(b"POST", b"BREW"), 400),
+    "a method in small letters": (told().replace(b"POST", b"post"), 400),
+    "CONNECT": (b"CONNECT h:1 HTTP/1.1\r\nHost: h\r\n\r\n", 400),
+    "TLS": (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc", 400),
+    "a chunk's size with 0x": (CHUNKED + b"0x2\r\nhi\r\n0\r\n\r\n", 400),
+    "a negative chunk": (CHUNKED + b"-2\r\nhi\r\n0\r\n\r\n", 400),
+    "an empty chunk's size": (CHUNKED + b"\r\nhi\r\n0\r\n\r\n", 400),
+    "a space in a chunk's size": (CHUNKED + b"2 \r\nhi\r\n0\r\n\r\n", 400),
+    "a chunk's size past 64 bits": (CHUNKED + b"ffffffffffffffff2\r\nhi\r\n", 400),
+    "a bare line feed after a size": (CHUNKED + b"2\nhi\r\n0\r\n\r\n", 400),
+    "a bare line feed after a chunk": (CHUNKED + b"2\r\nhi\n0\r\n\r\n", 400),
+    "a bare line feed after an extension": (CHUNKED + b"2;a\nhi\r\n0\r\n\r\n", 400),
+    "a chunk longer than its size": (CHUNKED + b"2\r\nhixx\r\n0\r\n\r\n", 400),
+    "a length in a trailer": (CHUNKED + b"2\r\nhi\r\n0\r\nContent-Length: 5\r\n\r\n", 400),
+    "an unknown expectation": (told(b"Expect: a miracle\r\n"), 400),
+    "chunks in HTTP/1.0": (CHUNKED.replace(b"1.1", b"1.0") + b"0\r\n\r\n", 400),
+    "a body over the limit": (told(length=b"1001"), 413),
+    "chunks over the limit": (CHUNKED + (b"100\r\n" + b"x" * 256 + b"\r\n") * 4, 413),
+    "a head over the limit": (told(b"X-A: " + b"a" * 2000 + b"\r\n"), 431),
+    "a target over the limit": (told().replace(b"/v1/x", b"/v1/" + b"x" * 2000), 431),
+    "headers over the limit": (told(b"A: b\r\n" * 21), 431),
+}
+BADLY_ASKED = [pytest.param(*case, id=name) for name, case in REFUSED.items()]
+ODDLY_ASKED = [pytest.param(name, sent, id=name) for name, sent in SERVED.items()]
+
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+
+
+async def app(scope: Message, receive: Receive, send: Send) -> None:
+    await receive()
+    await send({"type": "http.response.start", "status": 200, "headers": []})
+    await send({"type": "http.response.body", "body": f"{scope['method']} {scope['path']}".encode()})
+
+
+async def what_it_saw(request: RawRequest, _: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    writer.write(json_answer(json.dumps([request.target, request.body.decode("latin-1")]).encode()))
+
+
+@dataclass
+class Stage:
+    relay: RelayServer
+    engine: RawServer
+
+    def client(self) -> RawClient:
+        return RawClient(self.relay.port)
+
+    @property
+    def seen(self) -> list[tuple[str, bytes]]:
+        return [(request.target, request.body) for request in self.engine.requests]
+
+
+@asynccontextmanager
+async def stage(script: Script = what_it_saw, limits: RelayLimits = LIMITS) -> AsyncIterator[Stage]:
+    """A relay before one engine, and an application beside it."""
+    async with RawServer(script) as engine:
+        worker = HttpWorker(WorkerId(engine.url), engine.url)
+
+        async def forward(incoming: DataRequest, responder: Responder) -> None:
+            call = Call(incoming.method, incoming.target, incoming.headers, incoming.body, incoming.request)
+            await worker.forward(call, responder)
+
+        async with RelayServer(forward, app, limits=limits) as relay:
+            yield Stage(relay, engine)
+        await worker.close()
+
+
+def read(*pieces: bytes) -> list[object]:
+    """What a parser makes of a request that comes in these pieces, and how it left the connection."""
+    parser = RequestParser(LIMITS, "127.0.0.1:1")
+    for piece in pieces:
+        parser.feed(piece)
+    seen: list[object] = []
+    for item in parser.ready:
+        match item:
+            case Incoming(request=one):
+                named = [header for header in one.headers if header[0] not in {b"x-request-id", b"traceparent"}]
+                seen.append((one.method, one.target, one.body, named, item.keep_alive, item.http10))
+            case Refusal(error=error):
+                seen.append(type(error))
+    return [*seen, parser.ended]
+
+
+@pytest.mark.parametrize("sent", [*SERVED.values(), *(sent for sent, _ in REFUSED.values())])
+def test_a_request_cut_anywhere_is_read_as_the_whole_is(sent: bytes) -> None:
+    whole = read(sent + NEXT)
+    assert read(*(bytes([byte]) for byte in sent + NEXT)) == whole
+    for at in range(1, len(sent)):
+        assert read(sent[:at], sent[at:] + NEXT) == whole
+
+
+@pytest.mark.net
+@pytest.mark.parametrize(("name", "sent"), ODDLY_ASKED)
+async def test_what_is_odd_but_clear_is_served_and_so_is_the_next(name: str, sent: bytes) -> None:
+    async with stage() as at, at.client() as client:
+        client.send(sent + NEXT)
+        assert json.loads((await client.answer()).body) == ["/v1/x", "hi"]
+        if name in LAST_OF_ITS_CONNECTION:
+            assert await client.ended() == b""
+            assert at.seen == [("/v1/x", b"hi")]
+        else:
+            assert json.loads((await client.answer()).body) == ["/v1/next", "next"]
+            assert at.seen == [("/v1/x", b"hi"), ("/v1/next", b"next")]
+
+
+@pytest.mark.net
+@pytest.mark.parametrize(("sent", "status"), BADLY_ASKED)
+async def test_what_is_not_clear_is_refused_and_nothing_after_it_is_read(sent: bytes, status: int) -> None:
+    async with stage() as at, at.client() as client:
+        client.send(NEXT + sent + NEXT)
+        assert json.loads((await client.answer()).body) == ["/v1/next", "next"]
+        answer = await client.answer()
+        assert (answer.status, answer.headers["connection"]) == (status, "close")
+        error = json.loads(answer.body)["error"]
+        assert error["message"]
+        assert error["type"] == "invalid_request_error"
+        assert await client.ended() == b""
+        assert at.seen == [("/v1/next", b"next")]
+
+
+@pytest.mark.net
+async def test_other_methods_and_targets_are_the_applications() -> None:
+    async with stage() as at, at.client() as client:
+        for line, told_app in {
+            b"OPTIONS *": "OPTIONS *",
+            b"OPTIONS /v1/x": "OPTIONS /v1/x",
+            b"GET /v1/x": "GET /v1/x",
+            b"PURGE /v1/x": "PURGE /v1/x",
+            b"POST http://h": "POST /",
+            b"POST /v1/../flush_cache": "POST /v1/../flush_cache",
+            b"POST /v1/%2e%2e/flush_cache": "POST /v1/../flush_cache",
+            b"POST //v1/x": "POST //v1/x",
+        }.items():
+            answer = await client.ask(line + b" HTTP/1.1\r\nHost: h\r\nContent-Length: 4\r\n\r\nbody")
+            assert answer.body.decode() == told_app
+        client.send(b"HEAD /v1/x HTTP/1.1\r\nHost: h\r\n\r\n" + NEXT)
+        assert (await client.answer(to_head=True)).status == 200
+        assert json.loads((await client.answer()).body) == ["/v1/next", "next"]
+        assert at.seen == [("/v1/next", b"next")]
+
+
+@pytest.mark.net
+async def test_headers_of_one_hop_stay_on_it_both_ways() -> None:
+    async def answer(request: RawRequest, _: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        extra = (
+            b"Connection: X-Mine, keep-alive\r\nX-Mine: 1\r\nKeep-Alive: timeout=5\r\nTE: gzip\r\nTrailer: X-T\r\n"
+            b"Upgrade: h2c\r\nProxy-Connection: close\r\nX-Kept: 1\r\n"
+        )
+        writer.write(json_answer(b"{}", extra=extra))
+
+    async with stage(answer) as at, at.client() as client:
+        headers = (
+            b"Connection: X-Own, keep-alive\r\nX-Own: 1\r\nKeep-Alive: 5\r\nTE: trailers\r\nTrailer: X-T\r\n"
+            b"Proxy-Connection: keep-alive\r\nX-Kept: 1\r\n"
+        )
+        answered = await client.ask(told(headers))
+        assert answered.headers.keys() == {"content-type", "content-length", "x-kept", "x-request-id"}
+        assert {name for name, _ in at.engine.requests[0].headers} == {
+            *("host", "x-kept", "content-length", "x-request-id", "traceparent", "forwarded", "x-forwarded-for")
+        }
+
+
+@pytest.mark.net
+async def test_a_worker_learns_who_asked_behind_what_the_client_says_of_itself() -> None:
+    async with stage() as at, at.client() as client:
+        await client.ask(told(b"X-Forwarded-For: 9.9.9.9\r\nForwarded: for=9.9.9.9\r\n"))
+        named = [(name, value) for name, value in at.engine.requests[0].headers if "forwarded" in name]
+        assert sorted(named) == [
+            ("forwarded", "for=127.0.0.1"),
+            ("forwarded", "for=9.9.9.9"),
+            ("x-forwarded-for", "127.0.0.1"),
+            ("x-forwarded-for", "9.9.9.9"),
+        ]
+
+
+@pytest.mark.net
+@pytest.mark.parametrize("name", [b'a"b', b"a b", b"a\\b", b"\xff", b"a" * 129, b""])
+async def test_a_request_id_that_could_harm_a_log_is_replaced(name: bytes) -> None:
+    async with stage() as at, at.client() as client:
+        answer = await client.ask(told(b"X-Request-Id: " + name + b"\r\n"))
+        given = at.engine.requests[0].header("x-request-id")
+        assert given == answer.headers["x-request-id"] != name.decode("latin-1")
+        assert (await client.ask(told(b"X-Request-Id: My-1_a:b/c=\r\n"))).headers["x-request-id"] == "My-1_a:b/c="
+
+
+@pytest.mark.net
+async def test_a_client_of_http_1_0_is_served_and_let_go() -> None:
+    async with stage() as at, at.client() as client:
+        client.send(b"POST /v1/x HTTP/1.0\r\nContent-Length: 2\r\n\r\nhi" + NEXT)
+        answer = await client.answer()
+        assert (json.loads(answer.body), answer.headers["connection"]) == (["/v1/x", "hi"], "close")
+        assert await client.ended() == b""
+        assert at.seen == [("/v1/x", b"hi")]
+
+
+# --- clients that send their end before they have their answer ---------------------------------------------------
+
+
+@pytest.mark.net
+async def test_a_client_that_sends_its_end_gets_all_its_answers() -> None:
+    release = asyncio.Event()
+
+    async def wait(request: RawRequest, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await release.wait()
+        await what_it_saw(request, reader, writer)
+
+    async with stage(wait) as at, at.client() as client:
+        client.send(told() + NEXT + b"POST /v1/half HTTP/1.1\r\nHost: h\r\nContent-Length: 9\r\n\r\nhalf")
+        client.writer.write_eof()
+        assert (await client.answer()).status == 100  # sounded: is it still there?
+        release.set()
+        for said in (["/v1/x", "hi"], ["/v1/next", "next"]):
+            answer = await client.answer()
+            while answer.status == 100:
+                answer = await client.answer()
+            assert json.loads(answer.body) == said
+        assert await client.ended() == b""
+        assert at.seen == [("/v1/x", b"hi"), ("/v1/next", b"next")]
+
+
+@pytest.mark.net
+async def test_a_client_that_sends_its_end_gets_its_stream_to_the_end() -> None:
+    release = asyncio.Event()
+
+    async def stream(_: RawRequest, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(SSE_HEAD + chunk(b"data: 1\n\n"))
+        await release.wait()
+        writer.write(chunk(b"data: 2\n\n") + chunk(b""))
+
+    async with stage(stream) as at, at.client() as client:
+        client.send(told())
+        await client.reader.readuntil(b"data: 1\n\n\r\n")
+        client.writer.write_eof()
+        assert await client.reader.readexactly(1) == b"0"  # sounded, within the framing
+        release.set()
+        assert await client.ended() == b"9\r\ndata: 2\n\n\r\n0\r\n\r\n"
+        await until(lambda: at.relay.connections == 0, "the connection is gone")
+
+
+@pytest.mark.net
+@pytest.mark.parametrize("begun", [False, True])
+async def test_a_client_that_finished_sending_and_then_left_ends_the_request_on_the_engine(begun: bool) -> None:
+    async def hold(_: RawRequest, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if begun:
+            writer.write(SSE_HEAD + chunk(b"data: 1\n\n"))
+        await reader.readexactly(1)
+
+    async with stage(hold) as at:
+        async with at.client() as client:
+            client.send(told())
+            if begun:
+                await client.reader.readuntil(b"data: 1\n\n\r\n")
+            await until(lambda: len(at.seen) == 1, "the engine has the request")
+            client.writer.write_eof()
+            await client.reader.readexactly(1)
+        await until(lambda: at.engine.left == 1, "the engine was told")
+        await until(lambda: at.relay.connections == 0, "the connection is gone")
+
+
+@pytest.mark.net
+@pytest.mark.parametrize("sent", [b"", told()[:30], told(body=b"h")])
+async def test_a_client_that_sends_its_end_before_its_request_is_let_go(sent: bytes) -> None:
+    async with stage() as at, at.client() as client:
+        client.send(NEXT + sent)
+        assert (await client.answer()).status == 200
+        client.writer.write_eof()
+        assert await client.ended() == b""
+        assert at.seen == [("/v1/next", b"next")]
+
+
+# --- engines that answer as nobody should ------------------------------------------------------------------------
+
+OK = b"HTTP/1.1 200 OK\r\n"
+PASSED = {
+    "interim answers first": b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 103 Early Hints\r\nLink: a\r\n\r\n"
+    + json_answer(b"hi"),
+    "no body": b"HTTP/1.1 204 No Content\r\n\r\n",
+    "chunks with extensions and a trailer": OK
+    + b"Transfer-Encoding: chunked\r\n\r\n2;a=b\r\nhi\r\n0\r\nX-T: 1\r\n\r\n",
+    "HTTP/1.0": b"HTTP/1.0 200 OK\r\nContent-Length: 2\r\n\r\nhi",
+    "an unknown status": b"HTTP/1.1 299 Whatever\r\nContent-Length: 2\r\n\r\nhi",
+}
+BROKEN = {
+    "nonsense": b"nonsense\r\n\r\n",
+    "TE and CL": OK + b"Transfer-Encoding: chunked\r\nContent-Length: 2\r\n\r\n2\r\nhi\r\n0\r\n\r\n",
+    "two lengths": OK + b"Content-Length: 2\r\nContent-Length: 3\r\n\r\nhi!",
+    "a negative length": OK + b"Content-Length: -2\r\n\r\nhi",
+    "a folded value": OK + b"X-A: a\r\n b\r\nContent-Length: 2\r\n\r\nhi",
+    "bare line feeds": OK.replace(b"\r", b"") + b"Content-Length: 2\n\nhi",
+    "a null": OK + b"X-A: \x00\r\nContent-Length: 2\r\n\r\nhi",
+    "an unknown coding": OK + b"Transfer-Encoding: gzip\r\n\r\nhi",
+    "a switch of protocols": b"HTTP/1.1 101 Switching Protocols\r\nUpgrade: h2c\r\nConnection: Upgrade\r\n\r\nhi",
+    "a head without end": OK + b"X-A: " + b"a" * 100_000,
+    "a version of another world": b"HTTP/3.0 200 OK\r\nContent-Length: 2\r\n\r\nhi",
+}
+CUT = {
+    "a chunk that is none": OK + b"Transfer-Encoding: chunked\r\n\r\n2\r\nhi\r\nxyz\r\n",
+    "a chunk's size with a bare line feed": OK + b"Transfer-Encoding: chunked\r\n\r\n2\r\nhi\r\n2\nho\r\n0\r\n\r\n",
+    "an end before the length is full": OK + b"Content-Length: 20\r\n\r\nhi",
+}
+
+
+def once(said: bytes, *, then_end: bool = False) -> Script:
+    """An engine that says this to the first request, and to others what it saw."""
+
+    async def script(request: RawRequest, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if request.target != "/v1/x":
+            await what_it_saw(request, reader, writer)
+            return
+        writer.write(said)
+        if then_end:
+            await writer.drain()
+            writer.close()
+
+    return script
+
+
+@pytest.mark.net
+@pytest.mark.parametrize("said", [pytest.param(said, id=name) for name, said in PASSED.items()])
+async def test_an_odd_but_clear_answer_is_passed_on_and_the_next_is_right(said: bytes) -> None:
+    async with stage(once(said)) as at, at.client() as client:
+        answer = await client.ask(told())
+        assert answer.whole
+        assert answer.status in {200, 204, 299}
+        assert answer.body in {b"hi", b""}
+        assert json.loads((await client.ask(NEXT)).body) == ["/v1/next", "next"]
+
+
+@pytest.mark.net
+@pytest.mark.parametrize("said", [pytest.param(said, id=name) for name, said in BROKEN.items()])
+async def test_an_answer_that_cannot_be_read_is_a_bad_gateway_and_the_next_is_right(said: bytes) -> None:
+    async with stage(once(said)) as at, at.client() as client:
+        answer = await client.ask(told())
+        assert (answer.status, json.loads(answer.body)["error"]["code"]) == (502, "worker_failed")
+        assert json.loads((await client.ask(NEXT)).body) == ["/v1/next", "next"]
+
+
+@pytest.mark.net
+@pytest.mark.parametrize("said", [pytest.param(said, id=name) for name, said in CUT.items()])
+async def test_an_answer_that_breaks_off_is_not_taken_for_a_whole_one(said: bytes) -> None:
+    async with stage(once(said, then_end=True)) as at:
+        async with at.client() as client:
+            assert not (await client.ask(told())).whole
+        async with at.client() as client:
+            assert json.loads((await client.ask(NEXT)).body) == ["/v1/next", "next"]
+
+
+@pytest.mark.net
+async def test_more_than_an_answer_never_reaches_the_next_request() -> None:
+    async with stage(once(json_answer(b"hi") + json_answer(b"smuggled"))) as at, at.client() as client:
+        assert (await client.ask(told())).body == b"hi"
+        assert json.loads((await client.ask(NEXT)).body) == ["/v1/next", "next"]
