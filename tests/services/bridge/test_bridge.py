@@ -231,7 +231,7 @@ async def test_a_bridge_that_stops_ends_its_streams_and_gives_its_port_back() ->
         async with asyncio.timeout(5):
             assert await call.code() is grpc.StatusCode.UNAVAILABLE
         assert await call.details() == "the bridge is stopping"
-        assert len(at.streams) == 0
+        await until(lambda: len(at.streams) == 0)
         assert can_bind(port)
 
 
@@ -366,8 +366,8 @@ async def test_an_engine_that_is_gone_is_unavailable_while_its_events_are_served
         assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
         health = await at.sglang.HealthCheck(sglang_scheduler_pb2.HealthCheckRequest())
         assert not health.healthy
-        call = at.sglang.SubscribeKvEvents(FROM_ZERO)
         await known(at.relay, 1)
+        call = at.sglang.SubscribeKvEvents(FROM_ZERO)
         assert hashes(*await read(call, 1)) == [1]
         call.cancel()
 

@@ -11,16 +11,14 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-import msgspec
-
 from kvherd.core.errors import CallerError
 from kvherd.core.ids import PrefixHash
 from kvherd.core.kv.bigrams import bigram_keys
 from kvherd.core.kv.hashing import TOKEN_BYTES, PrefixHasher, token_bytes
-from kvherd.core.text.calls import ChatCall, CompletionCall
+from kvherd.core.text.calls import ChatCall
 from kvherd.core.text.parity import PromptClass, classify
 from kvherd.ports.completions import Tokenizer
-from kvherd.wire.openai.requests import decode_chat, decode_completion
+from kvherd.wire.openai.prompts import decode_chat_prompt, decode_completion_prompts, decode_generate_prompts
 from kvherd.wire.openai.routing import Peek
 
 LONG_BYTES = 32 * 1024
@@ -71,13 +69,6 @@ class Prompt:
         """Name pieces of its text, for workers of which only what they were sent is known."""
         root = hasher.root(model=model, block_size=0, salt=self.salt)
         return hasher.extend(root, self.text, TEXT_BLOCK_BYTES)
-
-
-class _GenerateBody(msgspec.Struct, frozen=True):
-    """What SGLang's `/generate` calls its prompt."""
-
-    text: msgspec.Raw = msgspec.Raw()
-    input_ids: msgspec.Raw = msgspec.Raw()
 
 
 class EncodingCache:
@@ -150,44 +141,37 @@ async def read_prompt(
     Raises nothing for a body that it cannot read in full: the worker knows more dialects, and says what is wrong.
     """
     prompt = Prompt(_text_of(path, body, peeked), salt=peeked.cache_salt)
-    if tokenizer is None or bytes(peeked.extra_key) not in (b"", b"null"):
-        return prompt  # no event tells of an `extra_key`, so nothing is known of what is held under it
+    if tokenizer is None:
+        return prompt
     try:
         if path == "/v1/chat/completions":
-            await _encode_chat(decode_chat(body), prompt, tokenizer, cache)
+            await _encode_chat(decode_chat_prompt(body), prompt, tokenizer, cache)
         elif path == "/v1/completions":
-            await _encode_completion(decode_completion(body), prompt, tokenizer, cache)
+            await _encode_text(decode_completion_prompts(body), prompt, tokenizer, cache)
         elif path == "/generate":
-            await _encode_generate(body, prompt, tokenizer, cache)
-    except (CallerError, msgspec.MsgspecError):
+            await _encode_text(decode_generate_prompts(body), prompt, tokenizer, cache)
+    except CallerError:
         prompt.token_ids = None
     return prompt
 
 
-async def _encode_chat(call: ChatCall, prompt: Prompt, tokenizer: Tokenizer, cache: EncodingCache) -> None:
+async def _encode_chat(call: ChatCall | None, prompt: Prompt, tokenizer: Tokenizer, cache: EncodingCache) -> None:
+    if call is None:
+        return
     prompt.token_ids = await cache.encode(tokenizer, tokenizer.render_chat(call))
     prompt.prompt_class = classify(call, tokenizer.special_tokens)
 
 
-async def _encode_completion(call: CompletionCall, prompt: Prompt, tokenizer: Tokenizer, cache: EncodingCache) -> None:
-    first = call.prompts[0]
-    prompt.several = len(call.prompts) > 1
-    if isinstance(first, str):
-        prompt.token_ids = await cache.encode(tokenizer, first, add_special_tokens=True)
-        prompt.prompt_class = PromptClass.TEXT
-    else:
-        prompt.token_ids = first
-
-
-async def _encode_generate(body: bytes, prompt: Prompt, tokenizer: Tokenizer, cache: EncodingCache) -> None:
-    asked = msgspec.json.decode(body, type=_GenerateBody)
-    if bytes(asked.input_ids):
-        prompt.token_ids = msgspec.json.decode(asked.input_ids, type=tuple[int, ...])
-    elif bytes(asked.text):
-        prompt.token_ids = await cache.encode(
-            tokenizer, msgspec.json.decode(asked.text, type=str), add_special_tokens=True
-        )
-        prompt.prompt_class = PromptClass.TEXT
+async def _encode_text(
+    prompts: Sequence[str | tuple[int, ...]], prompt: Prompt, tokenizer: Tokenizer, cache: EncodingCache
+) -> None:
+    prompt.several = len(prompts) > 1
+    match prompts[0] if prompts else None:
+        case str(text):
+            prompt.token_ids = await cache.encode(tokenizer, text, add_special_tokens=True)
+            prompt.prompt_class = PromptClass.TEXT
+        case token_ids:
+            prompt.token_ids = token_ids
 
 
 def _text_of(path: str, body: bytes, peeked: Peek) -> bytes:

@@ -3,7 +3,7 @@
 import asyncio
 import copy
 import time
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from kvherd.core.ids import Epoch, Rank
@@ -36,8 +36,10 @@ class Life:
         """Wait for the next `tell`. Look for what is new between calling this and awaiting it, or miss it."""
         await self._news.wait()
 
-    def begin(self, start: int, cursors: Mapping[Rank, int], epoch: Epoch | None) -> "Subscription":
-        """Accept a subscriber, or raise `ResumeOutOfRange`."""
+    def begin(
+        self, start: int, cursors: Mapping[Rank, int], epoch: Epoch | None, *, proved: Callable[[], bool]
+    ) -> "Subscription":
+        """Accept a subscriber, or raise `ResumeOutOfRange`. It is told nothing until `proved`; `tell` when it is."""
         if epoch is not None and epoch != self.epoch and (cursors or start):
             raise ResumeOutOfRange(f"epoch {epoch} is over", self.epoch)
         places = self._places(start, cursors)
@@ -50,7 +52,7 @@ class Life:
                 case Future():
                     raise ResumeOutOfRange(f"rank {rank} sent no batch {cursor} in this epoch", self.epoch)
         self.told = True
-        return Subscription(self, places)
+        return Subscription(self, places, proved)
 
     def _places(self, start: int, cursors: Mapping[Rank, int]) -> dict[Rank, int]:
         unknown = sorted(set(cursors) - set(self.histories))
@@ -71,9 +73,10 @@ class Subscription:
     A reader that falls behind what the histories keep is cut off with `SubscriberTooSlow`.
     """
 
-    def __init__(self, life: Life, places: dict[Rank, int]) -> None:
+    def __init__(self, life: Life, places: dict[Rank, int], proved: Callable[[], bool]) -> None:
         self._life = life
         self._places = places
+        self._proved = proved
         self._snapshots: list[Iterator[SnapshotChunk]] = []
         for rank, history in life.histories.items():
             if rank not in places:
@@ -85,6 +88,9 @@ class Subscription:
         return self._life.epoch
 
     async def __aiter__(self) -> AsyncIterator[KvEventBatch | SnapshotChunk]:
+        while not self._proved():
+            self._check()
+            await self._life.news()
         while self._snapshots:
             for chunk in self._snapshots[0]:
                 self._check()

@@ -75,6 +75,7 @@ class _RankLine:
         self.replaced = False
         self.doubt_ends: asyncio.TimerHandle | None = None
         self.taken_back = False
+        self.unproved = False
         self.asked_s = 0.0
 
     def decode(self, frame: Frame, held: LiveState) -> PublishedBatch:
@@ -114,17 +115,6 @@ class KvRelay:
         """How many different blocks the rank is known to hold."""
         return len(self._life.histories[rank].state)
 
-    @property
-    def refusal(self) -> str:
-        """Why nobody can subscribe now; empty if they can.
-
-        Whoever was told before may keep it for `doubt_s`; nobody is told anew what may be a dead engine's.
-        """
-        for line in self._lines.values():
-            if line.taken_back or line.feed.unproved:
-                return f"rank {line.rank}: {line.feed.doubt or 'it was in doubt a moment ago'}"
-        return ""
-
     def subscribe(
         self,
         *,
@@ -132,9 +122,17 @@ class KvRelay:
         cursors: Mapping[Rank, int] | None = None,
         epoch: Epoch | None = None,
     ) -> Subscription:
-        if self.refusal:
-            raise StreamBroken(self.refusal)
-        return self._life.begin(start_sequence_number, cursors or {}, epoch)
+        for line in self._lines.values():
+            if line.taken_back:
+                raise StreamBroken(f"rank {line.rank}: {line.feed.doubt or 'it was in doubt a moment ago'}")
+        return self._life.begin(start_sequence_number, cursors or {}, epoch, proved=self._proved)
+
+    def _proved(self) -> bool:
+        """Whether nothing says that what is known is of an engine that is gone.
+
+        Whoever was told it may keep it for `doubt_s`; whoever comes meanwhile waits.
+        """
+        return not any(line.unproved for line in self._lines.values())
 
     def rank_started(self, rank: Rank) -> None:
         """Say that the rank's process is a new one: what it published before is void. Call it after a restart."""
@@ -207,7 +205,10 @@ class KvRelay:
         return asked
 
     def _weigh(self, line: _RankLine) -> None:
-        """What is in doubt for a while is taken back."""
+        """What is in doubt for a while is taken back; what is proved is told to those who waited for that."""
+        was_unproved, line.unproved = line.unproved, bool(line.feed.unproved)
+        if was_unproved and not line.unproved:
+            self._life.tell()
         if line.feed.doubt and line.doubt_ends is None and not line.taken_back:
             line.doubt_ends = asyncio.get_running_loop().call_later(self._options.doubt_s, self._take_back, line)
         elif not line.feed.doubt and line.doubt_ends is not None:

@@ -7,10 +7,7 @@ from kvherd.wire.openai.body import body_not_json
 
 
 class Peek(msgspec.Struct, frozen=True):
-    """Fields of the body, with their defaults if absent or null; the last ones as undecoded JSON, empty if absent.
-
-    `extra_key` is SGLang's: a namespace of the cache that its events do not tell.
-    """
+    """Fields of the body, with their defaults if absent or null; the last ones as undecoded JSON, empty if absent."""
 
     model: str | None = None
     stream: bool | None = None
@@ -24,7 +21,6 @@ class Peek(msgspec.Struct, frozen=True):
     prompt: msgspec.Raw = msgspec.Raw()
     stream_options: msgspec.Raw = msgspec.Raw()
     vllm_xargs: msgspec.Raw = msgspec.Raw()
-    extra_key: msgspec.Raw = msgspec.Raw()
 
     @property
     def branches(self) -> bool:
