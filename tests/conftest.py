@@ -4,8 +4,12 @@ import asyncio
 import inspect
 
 import pytest
+from hypothesis import settings
 
 from kvherd.testing.virtual_time import virtual_time
+
+settings.register_profile("kvherd", deadline=None)  # a machine with other work is slow, and right all the same
+settings.load_profile("kvherd")
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -20,6 +20,7 @@ _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 @dataclass(frozen=True, slots=True)
 class _Models:
     names: tuple[str, ...]
+    adapters: tuple[str, ...]
     max_context_tokens: int
     owners: frozenset[str]
 
@@ -51,8 +52,10 @@ async def _models(worker: WorkerId, asker: HttpAsker) -> _Models:
     if not answer.ok or not isinstance(listed, list):
         raise WorkerRefused(worker, f"GET /v1/models gave HTTP {answer.status}: {answer.reason()}")
     models = [model for model in listed if isinstance(model, dict) and isinstance(model.get("id"), str)]
+    models.sort(key=lambda model: bool(model.get("parent")))  # a LoRA adapter names its base
     return _Models(
         names=tuple(model["id"] for model in models),
+        adapters=tuple(model["id"] for model in models if model.get("parent")),
         max_context_tokens=max((_whole(model.get("max_model_len")) for model in models), default=0),
         owners=frozenset(str(model.get("owned_by")) for model in models),
     )
@@ -91,6 +94,7 @@ def _sglang(info: Mapping[str, Any], models: _Models) -> WorkerFacts:
         max_context_tokens=models.max_context_tokens or _whole(info.get("context_length")),
         capacity_tokens=capacity,
         max_running=_whole(state.get("effective_max_running_requests_per_dp")),
+        adapters=models.adapters,
         version=str(info.get("version", "")),
     )
 
@@ -98,7 +102,11 @@ def _sglang(info: Mapping[str, Any], models: _Models) -> WorkerFacts:
 async def _vllm(version: str, asker: HttpAsker, models: _Models) -> WorkerFacts:
     """vLLM tells its cache's shape only in its metrics, one line for each data-parallel engine."""
     facts = WorkerFacts(
-        WorkerKind.VLLM_HTTP, models.names, max_context_tokens=models.max_context_tokens, version=version
+        WorkerKind.VLLM_HTTP,
+        models.names,
+        max_context_tokens=models.max_context_tokens,
+        version=version,
+        adapters=models.adapters,
     )
     answer = await asker.ask("GET", "/metrics")
     lines = answer.body.decode("utf-8", "replace").splitlines() if answer.ok else []

@@ -24,7 +24,10 @@ class WorkerKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class WorkerFacts:
-    """What detection learned. `events_url` is where its KV events are, if anywhere; `block_size` 0 is unknown."""
+    """What detection learned. `events_url` is where its KV events are, if anywhere; `block_size` 0 is unknown.
+
+    `adapters` are those of the models that are LoRA adapters of the first.
+    """
 
     kind: WorkerKind
     models: tuple[str, ...]
@@ -35,6 +38,7 @@ class WorkerFacts:
     max_running: int = 0
     events_url: str | None = None
     version: str = ""
+    adapters: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -65,10 +65,54 @@ async def test_a_salt_keeps_prefixes_apart() -> None:
     assert salted.chain(hasher, "m", 4) == prefix_chain(list(b"hello"), block_size=4, model="m", salt="mine", key=KEY)
 
 
-@pytest.mark.parametrize(("extra_key", "told"), [("mine", False), (["a"], False), (None, True)])
-async def test_a_namespace_that_no_event_tells_gets_no_credit(extra_key: object, told: bool) -> None:
-    prompt = await read("/v1/completions", {"model": "m", "prompt": "hello", "extra_key": extra_key})
-    assert (prompt.token_ids is not None) == told
+HI = [{"role": "user", "content": "hi"}]
+CHANGED = [
+    ("extra_key", "mine"),
+    ("extra_key", ["a"]),
+    ("chat_template", "{{ messages }}"),
+    ("documents", [{"title": "a"}]),
+    ("truncate_prompt_tokens", 4),
+    ("truncate_prompt_tokens", -1),
+    ("session_params", {"id": "s"}),
+    ("lora_path", "adapter"),
+    ("reasoning", {"effort": "low"}),
+    ("thinking", {"type": "adaptive"}),
+    ("task", "query"),
+]
+PROMPTS: dict[str, dict[str, object]] = {
+    "/v1/chat/completions": {"messages": HI},
+    "/v1/completions": {"prompt": "hello"},
+    "/generate": {"text": "hello"},
+}
+
+
+@pytest.mark.parametrize("path", PROMPTS)
+@pytest.mark.parametrize(("name", "value"), CHANGED)
+async def test_a_prompt_that_a_field_changes_in_a_way_not_known_here_gets_no_credit(
+    path: str, name: str, value: object
+) -> None:
+    assert (await read(path, {"model": "m", **PROMPTS[path], name: value})).token_ids is None
+    assert (await read(path, {"model": "m", **PROMPTS[path], name: None})).token_ids is not None
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "told"),
+    [
+        ("/v1/chat/completions", {"add_special_tokens": False, "documents": [], "chat_template_kwargs": {}}, True),
+        ("/v1/chat/completions", {"add_special_tokens": True}, False),
+        ("/v1/chat/completions", {"input_ids": [1, 2]}, False),
+        ("/v1/chat/completions", {"add_generation_prompt": True, "continue_final_message": True}, False),
+        ("/v1/completions", {"add_special_tokens": True}, True),
+        ("/v1/completions", {"add_special_tokens": False}, False),
+        ("/v1/completions", {"prompt_embeds": "AAAA"}, False),
+        ("/generate", {"input_ids": [1, 2]}, True),
+        ("/generate", {"image_data": "x.png"}, False),
+        ("/generate", {"input_embeds": [[0.5]]}, False),
+        ("/generate", {"lora_id": "a"}, False),
+    ],
+)
+async def test_what_a_field_changes_depends_on_the_path(path: str, fields: dict[str, object], told: bool) -> None:
+    assert ((await read(path, {"model": "m", **PROMPTS[path], **fields})).token_ids is not None) == told
 
 
 async def test_a_turn_that_was_encoded_before_is_not_encoded_again() -> None:

@@ -165,6 +165,10 @@ def test_a_wrong_message_is_refused_by_its_path(messages: list[Any], path: str) 
         {"tool_choice": "required"},
         {"functions": [{}]},
         {"guided_json": {}},
+        {"chat_template": "{{ messages }}"},
+        {"documents": [{"title": "a"}]},
+        {"truncate_prompt_tokens": 4},
+        {"session_params": {"id": "s"}},
     ],
 )
 def test_what_cannot_be_honoured_is_refused_and_named(fields: dict[str, Any]) -> None:

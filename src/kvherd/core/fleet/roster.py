@@ -9,7 +9,7 @@ draining     takes no new request; it leaves when those under way have ended
 
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NamedTuple, assert_never
@@ -22,7 +22,7 @@ from kvherd.core.kv.pages import folded_block
 from kvherd.core.routing.backlog import Backlog
 from kvherd.core.routing.candidate import Candidate, KvKnowledge
 from kvherd.core.routing.rates import PrefillRate, Turnover
-from kvherd.core.text.parity import UNASKED, Agreement, Finding, PromptClass
+from kvherd.core.text.parity import MUST_AGREE, UNASKED, Agreement, Finding, PromptClass
 
 
 class WorkerState(StrEnum):
@@ -56,12 +56,15 @@ class Member:
     tokenizer_from: str | None = None
     tokenizer_problem: str = ""
     tokenization: dict[PromptClass, Finding] = field(default_factory=dict)
-    """What was found of the classes of prompts that were compared; `compared` once it was asked for its own tokens."""
-    compared: bool = False
+    """What was found of the classes of prompts that were compared."""
+    compare_at_s: float = -math.inf
+    """When it may be asked for its own tokens; `compare_tries`: how often in a row that was in vain."""
+    compare_tries: int = 0
     detected: bool = False
     kind: str = ""
     version: str = ""
     models: tuple[str, ...] = ()
+    adapters: tuple[str, ...] = ()
     block_size: int = 0
     ranks: int = 1
     max_context_tokens: int = 0
@@ -102,15 +105,28 @@ class Member:
         """Its name in a URL's path: `grpc-127.0.0.1-51000`."""
         return re.sub(r"[^A-Za-z0-9._]+", "-", self.worker).strip("-")
 
-    def tokenizes_alike(self, prompt_class: PromptClass | None) -> bool:
-        """It makes the same tokens as the gateway, unless it is known not to. None: the tokens are the client's."""
-        found = UNASKED if prompt_class is None else self.tokenization.get(prompt_class, UNASKED)
-        return found.agreement is not Agreement.DIFFERS
+    @property
+    def given_tokens(self) -> bool:
+        """The gateway makes its tokens: nothing can differ."""
+        return self.worker.startswith("grpc://")
+
+    def tokenizes_alike(self, classes: Iterable[PromptClass]) -> bool:
+        """It makes the same tokens as the gateway of a prompt of all these classes; none: the tokens are the client's.
+
+        It is believed to, unless it is known not to; of the classes that engines are known to read each in their own
+        way, only if it was seen to.
+        """
+        for each in classes:
+            agreement = self.tokenization.get(each, UNASKED).agreement
+            unproved = each in MUST_AGREE and agreement is not Agreement.AGREES and not self.given_tokens
+            if agreement is Agreement.DIFFERS or unproved:
+                return False
+        return True
 
     @property
     def differing(self) -> tuple[PromptClass, ...]:
         """The classes of prompts that it is known to tokenize otherwise than the gateway."""
-        return tuple(each for each in PromptClass if not self.tokenizes_alike(each))
+        return tuple(each for each, found in self.tokenization.items() if found.agreement is Agreement.DIFFERS)
 
     @property
     def state(self) -> WorkerState:
@@ -205,7 +221,8 @@ class Member:
         """What was known of its load is of another life."""
         self.running = self.waiting = self.used_tokens = self.foreign = 0
         self.truth.restarted()
-        self.compared = False
+        self.compare_at_s, self.compare_tries = -math.inf, 0
+        self.tokenization.clear()
 
 
 class Roster:

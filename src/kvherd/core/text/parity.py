@@ -13,33 +13,53 @@ from kvherd.core.text.calls import ChatCall, CompletionCall
 
 
 class PromptClass(StrEnum):
-    """The first that fits, in this order from the last to the first, is a prompt's class."""
+    """What engines may render in a way of their own; a prompt may be of several classes."""
 
     TEXT = "text"  # a completion's text
-    CHAT = "chat"  # one message of a user
+    CHAT = "chat"  # messages, however few
     TURNS = "turns"  # a system message, or several turns
     PARTS = "parts"  # a content that is a list of parts
     SPECIAL = "special tokens"  # a special token in a message
     TEMPLATE_ARGS = "template arguments"
     PREFILL = "prefilled answer"  # the last message is the assistant's
     TOOLS = "tools"  # tools, or calls of them
+    AMBIGUOUS = "ambiguous fields"  # no beginning of an answer, or template arguments that are named like fields
 
 
-def classify(call: ChatCall | CompletionCall, special_tokens: Collection[str]) -> PromptClass:
+MUST_AGREE: Final = frozenset({PromptClass.PREFILL, PromptClass.AMBIGUOUS})
+"""Classes of which engines are known to differ: not believed of a worker that tokenizes until it is seen to agree.
+
+Of the ambiguous there is no probe: SGLang's `/tokenize` honours fields that its chat does not know.
+"""
+
+
+_OWN_FIELDS: Final = frozenset(
+    {"messages", "tools", "add_generation_prompt", "continue_final_message", "chat_template", "tokenize"}
+)
+"""Template arguments that some engines take for the request's own fields."""
+
+
+def classify(call: ChatCall | CompletionCall, special_tokens: Collection[str]) -> tuple[PromptClass, ...]:
+    """Every class that the prompt is of, the one that is most likely to be to blame for a difference last."""
     if isinstance(call, CompletionCall):
-        return PromptClass.TEXT
+        return (PromptClass.TEXT,)
     messages = call.messages
-    if call.tools or any(one.get("tool_calls") or one.get("role") in ("tool", "function") for one in messages):
-        return PromptClass.TOOLS
-    if messages[-1].get("role") == "assistant" or call.continue_final_message:
-        return PromptClass.PREFILL
-    if call.template_args or not call.add_generation_prompt:
-        return PromptClass.TEMPLATE_ARGS
-    if any(token in str(one.get("content")) for one in messages for token in special_tokens):
-        return PromptClass.SPECIAL
-    if call.parts:
-        return PromptClass.PARTS
-    return PromptClass.CHAT if len(messages) == 1 and messages[0].get("role") == "user" else PromptClass.TURNS
+    open_end = call.continue_final_message
+    shown = {
+        PromptClass.TURNS: len(messages) > 1 or messages[0].get("role") != "user",
+        PromptClass.PARTS: call.parts,
+        PromptClass.SPECIAL: any(token in str(one.get("content")) for one in messages for token in special_tokens),
+        PromptClass.TEMPLATE_ARGS: bool(call.template_args),
+        PromptClass.PREFILL: messages[-1].get("role") == "assistant" or open_end,
+        PromptClass.TOOLS: bool(call.tools) or any(map(_of_tools, messages)),
+        PromptClass.AMBIGUOUS: bool(_OWN_FIELDS & set(call.template_args))
+        or not (call.add_generation_prompt or open_end),
+    }
+    return (PromptClass.CHAT, *(each for each, is_shown in shown.items() if is_shown))
+
+
+def _of_tools(message: Mapping[str, Any]) -> bool:
+    return bool(message.get("tool_calls")) or message.get("role") in ("tool", "function")
 
 
 class Agreement(StrEnum):
@@ -79,7 +99,9 @@ _TURNS: Final = [
 
 
 def probes(special_tokens: Collection[str]) -> Mapping[PromptClass, Mapping[str, Any]]:
-    """One request body for each class, less the model's name; with what usually goes wrong: spaces, accents, turns."""
+    """One request body for each class that can be asked about, less the model's name; with what usually goes wrong:
+    spaces, accents, turns.
+    """
     bodies: dict[PromptClass, Mapping[str, Any]] = {
         PromptClass.TEXT: {"prompt": "  Rivers of Köln, 東京 and São Paulo:\n1. "},
         PromptClass.CHAT: {"messages": [_ASKED]},

@@ -338,9 +338,8 @@ class DataPath:
         """Hold our count of prompt tokens against the worker's, where it made tokens of its own."""
         if turn.usage is None or turn.prompt.token_ids is None or turn.prompt.several:
             return
-        if not member.worker.startswith("grpc://"):
-            told = turn.usage.prompt_tokens
-            counted(member, turn.prompt.prompt_class, ours=turn.prompt.tokens, theirs=told)
+        if not member.given_tokens:
+            counted(member, turn.prompt.classes, ours=turn.prompt.tokens, theirs=turn.usage.prompt_tokens)
 
     def _now_s(self) -> float:
         return asyncio.get_running_loop().time()

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from kvherd.core.fleet.roster import Member
 from kvherd.core.ids import PrefixHash, RequestId, WorkerId
@@ -13,6 +14,10 @@ from kvherd.services.gateway.prompts import BYTES_PER_TOKEN, TEXT_BLOCK_BYTES, P
 
 USUAL_BLOCK = 16
 """Used where a worker does not tell its block size, and only for what is an estimate anyway."""
+
+
+_Alike: TypeAlias = tuple[str, str | None, int, bool]
+"""Model, adapter, block size and whether its blocks are of pairs: what a chain depends on beside the prompt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +49,7 @@ class Credit:
         self._memory = PrefixMemory()
 
     def matches(self, prompt: Prompt, members: Iterable[Member]) -> dict[WorkerId, Match]:
-        found: dict[tuple[str, int, bool], dict[Holder, int]] = {}
+        found: dict[_Alike, dict[Holder, int]] = {}
         return {member.worker: self._match(prompt, member, found) for member in members}
 
     def sent(self, request: RequestId, prompt: Prompt, member: Member) -> None:
@@ -61,7 +66,7 @@ class Credit:
         """Its cache was flushed, or it is another process now."""
         self._memory.forget(worker)
 
-    def _match(self, prompt: Prompt, member: Member, found: dict[tuple[str, int, bool], dict[Holder, int]]) -> Match:
+    def _match(self, prompt: Prompt, member: Member, found: dict[_Alike, dict[Holder, int]]) -> Match:
         kv = self._known(prompt, member)
         if kv is KvKnowledge.QUARANTINED:
             return Match(0, kv)
@@ -71,7 +76,8 @@ class Credit:
             return Match(blocks * self._estimated_block_tokens(prompt, member), kv)
         chain = self._chain(prompt, member)
         paired = self._index.bigrams(member.worker)
-        alike = (_namespace(member), member.index_block_size, paired)  # these share the prompt's chain, and one look-up
+        # these share the prompt's chain, and one look-up
+        alike = (_namespace(member), _adapter(prompt, member), member.index_block_size, paired)
         if alike not in found:
             found[alike] = self._index.match(chain)
         by_rank = _held(found[alike], member)
@@ -87,20 +93,22 @@ class Credit:
 
     def _known(self, prompt: Prompt, member: Member) -> KvKnowledge:
         """What is known of the worker's cache, as far as it speaks of this prompt: of other tokens it tells nothing."""
-        alike = member.tokenizes_alike(prompt.prompt_class)
+        alike = member.tokenizes_alike(prompt.classes)
         return self._knowledge(member.worker) if alike else KvKnowledge.UNTOLD
 
     def _chain(self, prompt: Prompt, member: Member) -> Sequence[PrefixHash]:
         bigrams = self._index.bigrams(member.worker)
-        return prompt.chain(self._index.hasher, _namespace(member), member.index_block_size, bigrams=bigrams)
+        size, lora = member.index_block_size, _adapter(prompt, member)
+        return prompt.chain(self._index.hasher, _namespace(member), size, lora=lora, bigrams=bigrams)
 
     def _estimated_chain(self, prompt: Prompt, member: Member) -> Sequence[PrefixHash]:
-        if prompt.token_ids is None or not member.tokenizes_alike(prompt.prompt_class):
-            return prompt.text_chain(self._index.hasher, _namespace(member))
-        return prompt.chain(self._index.hasher, _namespace(member), member.index_block_size or USUAL_BLOCK)
+        size, lora = member.index_block_size or USUAL_BLOCK, _adapter(prompt, member)
+        if prompt.token_ids is None or not member.tokenizes_alike(prompt.classes):
+            return prompt.text_chain(self._index.hasher, _namespace(member), lora=lora)
+        return prompt.chain(self._index.hasher, _namespace(member), size, lora=lora)
 
     def _estimated_block_tokens(self, prompt: Prompt, member: Member) -> int:
-        if prompt.token_ids is None or not member.tokenizes_alike(prompt.prompt_class):
+        if prompt.token_ids is None or not member.tokenizes_alike(prompt.classes):
             return TEXT_BLOCK_BYTES // BYTES_PER_TOKEN
         return member.index_block_size or USUAL_BLOCK
 
@@ -114,3 +122,8 @@ def _held(found: dict[Holder, int], member: Member) -> list[int]:
 def _namespace(member: Member) -> str:
     """The name that the worker's blocks are indexed under: of several names for one model, the first."""
     return member.models[0] if member.models else ""
+
+
+def _adapter(prompt: Prompt, member: Member) -> str | None:
+    """The LoRA adapter that the prompt's blocks are stored under there."""
+    return prompt.model if prompt.model in member.adapters else None

@@ -266,6 +266,7 @@ class Fleet:
         before = (member.models, member.ranks) if member.detected else None
         member.detected, member.kind, member.version = True, facts.kind.value, facts.version
         member.models, member.block_size, member.ranks = facts.models, facts.block_size, facts.ranks
+        member.adapters = facts.adapters
         member.max_context_tokens, member.capacity_tokens = facts.max_context_tokens, facts.capacity_tokens
         member.max_running = facts.max_running
         if member.events_url is None:
@@ -310,11 +311,11 @@ class Fleet:
         self._tokenizers.update(dict.fromkeys(wanted, tokenizer))
 
     async def _compare_tokens(self, member: Member, worker: Worker) -> None:
-        """Once in a worker's life, as soon as it can be: does it make the same tokens of a prompt?"""
+        """As soon as it can be, and again for as long as it does not say: does it make the same tokens of a prompt?"""
         tokenizer = self._tokenizers.get(member.models[0]) if member.models else None
-        if tokenizer is None or member.compared or not isinstance(member.health.verdict, Up):
+        if tokenizer is None or member.given_tokens or not isinstance(member.health.verdict, Up):
             return
-        if not member.worker.startswith("grpc://"):  # those are given tokens
+        if self._now_s() >= member.compare_at_s:
             await compare(member, worker, tokenizer)
 
     async def _check(self, member: Member, worker: Worker) -> None:

@@ -33,28 +33,31 @@ BYTES_PER_TOKEN = 4
 class Prompt:
     """A prompt as routing sees it. `token_ids` is None where it was not tokenized; then `text` stands in for it.
 
-    `several` says that the call has more prompts than this first one; `prompt_class` is None where the tokens are the
-    client's own, or nothing was tokenized.
+    `model` is the name it asks for, which may be an adapter's. `several` says that the call has more prompts than this
+    first one; `classes` is empty where the tokens are the client's own, or nothing was tokenized.
     """
 
     text: bytes
     token_ids: Sequence[int] | None = None
     salt: str | None = None
+    model: str = ""
     several: bool = False
-    prompt_class: PromptClass | None = None
-    _chains: dict[tuple[str, int, bool], list[PrefixHash]] = field(default_factory=dict)
+    classes: tuple[PromptClass, ...] = ()
+    _chains: dict[tuple[str, str | None, int, bool], list[PrefixHash]] = field(default_factory=dict)
 
     @property
     def tokens(self) -> int:
         return len(self.text) // BYTES_PER_TOKEN if self.token_ids is None else len(self.token_ids)
 
-    def chain(self, hasher: PrefixHasher, model: str, block_size: int, *, bigrams: bool = False) -> list[PrefixHash]:
+    def chain(
+        self, hasher: PrefixHasher, model: str, block_size: int, *, lora: str | None = None, bigrams: bool = False
+    ) -> list[PrefixHash]:
         """Name its full blocks, of tokens or of pairs; empty if it was not tokenized or holds what is no token."""
         if self.token_ids is None or block_size <= 0:
             return []
-        known = self._chains.get((model, block_size, bigrams))
+        known = self._chains.get((model, lora, block_size, bigrams))
         if known is None:
-            root = hasher.root(model=model, block_size=block_size, salt=self.salt)
+            root = hasher.root(model=model, block_size=block_size, lora=lora, salt=self.salt)
             try:
                 tokens = token_bytes(self.token_ids)
                 keys = bigram_keys(self.token_ids, block_size) if bigrams else []
@@ -62,12 +65,12 @@ class Prompt:
                 known = hasher.extend(root, tokens[:end], block_size * TOKEN_BYTES, keys)
             except struct.error:  # ids from the client that no vocabulary has: whoever answers will say so
                 known = []
-            self._chains[model, block_size, bigrams] = known
+            self._chains[model, lora, block_size, bigrams] = known
         return known
 
-    def text_chain(self, hasher: PrefixHasher, model: str) -> list[PrefixHash]:
+    def text_chain(self, hasher: PrefixHasher, model: str, *, lora: str | None = None) -> list[PrefixHash]:
         """Name pieces of its text, for workers of which only what they were sent is known."""
-        root = hasher.root(model=model, block_size=0, salt=self.salt)
+        root = hasher.root(model=model, block_size=0, lora=lora, salt=self.salt)
         return hasher.extend(root, self.text, TEXT_BLOCK_BYTES)
 
 
@@ -138,9 +141,10 @@ async def read_prompt(
 ) -> Prompt:
     """Read the prompt of a body, tokenized where a tokenizer is given and the path is known.
 
-    Raises nothing for a body that it cannot read in full: the worker knows more dialects, and says what is wrong.
+    One with a field that changes it in a way not known here is not tokenized. Raises nothing for a body that it cannot
+    read in full: the worker knows more dialects, and says what is wrong.
     """
-    prompt = Prompt(_text_of(path, body, peeked), salt=peeked.cache_salt)
+    prompt = Prompt(_text_of(path, body, peeked), salt=peeked.cache_salt, model=peeked.model or "")
     if tokenizer is None:
         return prompt
     try:
@@ -159,7 +163,7 @@ async def _encode_chat(call: ChatCall | None, prompt: Prompt, tokenizer: Tokeniz
     if call is None:
         return
     prompt.token_ids = await cache.encode(tokenizer, tokenizer.render_chat(call))
-    prompt.prompt_class = classify(call, tokenizer.special_tokens)
+    prompt.classes = classify(call, tokenizer.special_tokens)
 
 
 async def _encode_text(
@@ -169,7 +173,7 @@ async def _encode_text(
     match prompts[0] if prompts else None:
         case str(text):
             prompt.token_ids = await cache.encode(tokenizer, text, add_special_tokens=True)
-            prompt.prompt_class = PromptClass.TEXT
+            prompt.classes = (PromptClass.TEXT,)
         case token_ids:
             prompt.token_ids = token_ids
 

@@ -34,6 +34,11 @@ _REFUSED: dict[str, tuple[Any, ...]] = {
     "json_schema": (),
     "ebnf": (),
     "lora_path": (),
+    "chat_template": (),
+    "documents": ([],),
+    "truncate_prompt_tokens": (),
+    "prompt_embeds": (),
+    "session_params": ({},),
 }
 
 

@@ -19,6 +19,7 @@ _CHANGING: Final[Mapping[str, tuple[Any, ...]]] = {
     "chat_template": (),
     "documents": ([],),
     "functions": ([],),
+    "reasoning": (),
     "reasoning_effort": (),
     "suffix": ("",),
     "task": (),
@@ -37,6 +38,7 @@ _CHANGING: Final[Mapping[str, tuple[Any, ...]]] = {
     # a part of the cache that no event tells
     "extra_key": (),
     "lora_path": (),
+    "lora_id": (),
 }
 """Fields of vLLM and SGLang, by the values that change nothing; null never does."""
 
