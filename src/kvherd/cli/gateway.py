@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import os
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -18,6 +19,7 @@ from kvherd.adapters.zmq_endpoints import rank_endpoints, require_apart
 from kvherd.adapters.zmq_kv_feed import ZmqFrameFeed
 from kvherd.cli.engine_key import EngineKeyOption, engine_key
 from kvherd.cli.gateway_client import AdminKeyOption
+from kvherd.cli.gateway_keys import DATA_KEY, AdminKeyFileOption, DataKeyOption, admin_key_given, secret_given
 from kvherd.cli.lifetime import until_stopped
 from kvherd.cli.logs import LogLevel, start_logging
 from kvherd.cli.ports import require_free
@@ -52,11 +54,24 @@ def command(
             "label; with `resolve=1` every address of the host name is a worker. More can join at run time.",
         ),
     ] = None,
+    config: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Workers, model aliases, required models and API keys, as TOML: read again when it changes; if it is "
+            "wrong then, the last good one holds.",
+        ),
+    ] = None,
     policy: Annotated[str, typer.Option(help=f"How requests are routed: {', '.join(POLICY_NAMES)}.")] = "kv",
     host: Annotated[str, typer.Option(help="Address to listen on, for HTTP and gRPC.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port for HTTP: OpenAI's API, orders, metrics.")] = 8080,
     grpc_port: Annotated[int, typer.Option(help="Port for gRPC: kvherd.gateway.v1.")] = 8081,
     admin_key: AdminKeyOption = None,
+    admin_key_file: AdminKeyFileOption = None,
+    api_key: DataKeyOption = None,
+    resolve_s: Annotated[
+        float, typer.Option(min=1.0, help="How often the host names of workers with resolve=1 are resolved again.")
+    ] = 10.0,
     engine_api_key: EngineKeyOption = None,
     usage_sample: Annotated[
         float,
@@ -93,20 +108,24 @@ def command(
     answer whoever brings it.
     """
     start_logging(log_level)
-    config = GatewayConfig(
+    gateway_config = GatewayConfig(
         host=host,
         port=port,
         grpc_port=grpc_port,
         workers=tuple(map(worker_spec, worker or ())),
         policy=policy,
-        admin_key=admin_key or None,
+        admin_key=admin_key_given(admin_key, admin_key_file),
+        data_key=secret_given("--api-key", api_key, DATA_KEY),
+        config_file=config,
+        environment=os.environ,
+        names_period_s=resolve_s,
         fleet=FleetConfig(max_retry_s=max_retry_s),
         path=PathConfig(usage_sample=usage_sample, heal=heal),
     )
     require_free(host, [port], option="--port")
     require_free(host, [grpc_port], option="--grpc-port")
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        serving = run_gateway(config, engine_api_key=engine_key(engine_api_key))
+        serving = run_gateway(gateway_config, engine_api_key=engine_key(engine_api_key))
         runner.run(until_stopped(serving, supervised=supervised))
 
 

@@ -14,6 +14,7 @@ from typing import Annotated
 import typer
 
 from kvherd.core.errors import GatewayUnreachable, KvherdError, OptionInvalid
+from kvherd.core.fleet.spec import ConfigInvalid
 
 COMMANDS = ("up", "engine", "gateway", "bridge", "workers", "flush", "drain", "profile", "audit", "doctor")
 
@@ -65,7 +66,7 @@ def _print_version(*, asked: bool) -> None:
 
 
 def exit_code(error: BaseException) -> int:
-    if isinstance(error, OptionInvalid):
+    if isinstance(error, OptionInvalid | ConfigInvalid):
         return EXIT_USAGE
     return EXIT_UNREACHABLE if isinstance(error, GatewayUnreachable) else EXIT_FAILED
 

@@ -7,6 +7,7 @@ table is a defect and leaves as 500 / INTERNAL without its text.
 from dataclasses import dataclass
 
 from kvherd.core import errors
+from kvherd.core.fleet import keyring, spec
 from kvherd.core.ids import WorkerId
 from kvherd.core.kv import stream
 
@@ -29,6 +30,8 @@ TABLE: dict[type[errors.KvherdError], Status] = {
     errors.ModelUnknown: Status(404, "NOT_FOUND", "invalid_request_error", "model_not_found"),
     errors.WorkerUnknown: Status(404, "NOT_FOUND", "invalid_request_error", "worker_not_found"),
     errors.NotAllowed: Status(403, "PERMISSION_DENIED", "permission_error", "not_allowed"),
+    keyring.KeyUnknown: Status(401, "UNAUTHENTICATED", "authentication_error", "invalid_api_key"),
+    keyring.KeyLimitReached: Status(429, "RESOURCE_EXHAUSTED", "rate_limit_error", "rate_limit_exceeded"),
     errors.RequestUnknown: Status(404, "NOT_FOUND", "invalid_request_error", "request_not_found"),
     errors.RequestDuplicate: Status(409, "ALREADY_EXISTS", "invalid_request_error", "request_exists"),
     errors.OrderRefused: Status(400, "FAILED_PRECONDITION", "invalid_request_error", "order_refused"),
@@ -38,6 +41,7 @@ TABLE: dict[type[errors.KvherdError], Status] = {
     errors.CallerTooSlow: Status(408, "DEADLINE_EXCEEDED", "invalid_request_error", "request_timed_out"),
     errors.PortInUse: Status(500, "INTERNAL", "server_error", "port_in_use"),
     errors.OptionInvalid: Status(400, "INVALID_ARGUMENT", "invalid_request_error", "option_invalid"),
+    spec.ConfigInvalid: Status(400, "INVALID_ARGUMENT", "invalid_request_error", "config_invalid"),
     errors.ModelMissing: Status(500, "INTERNAL", "server_error", "model_missing"),
     errors.ModelUnsupported: Status(500, "INTERNAL", "server_error", "model_unsupported"),
     errors.StartFailed: Status(500, "INTERNAL", "server_error", "start_failed"),

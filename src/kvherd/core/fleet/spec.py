@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import Final
 from urllib.parse import urlsplit
 
-from kvherd.core.errors import OptionInvalid
+from kvherd.core.errors import OperatorError, OptionInvalid
 from kvherd.core.ids import WorkerId
 
 DIRECT: Final = ("tcp://", "ipc://")
@@ -21,6 +21,19 @@ HOST: Final = "{host}"
 MOST_LABELS: Final = 32
 _MOST_CHARACTERS: Final = 256
 _MOST_WEIGHT: Final = 1000.0
+
+
+@dataclass(eq=False)
+class ConfigInvalid(OperatorError):
+    """`line` 0 is the file as a whole."""
+
+    file: str
+    line: int
+    problem: str
+
+    def __str__(self) -> str:
+        where = f", line {self.line}" if self.line else ""
+        return f"{self.file}{where}: {self.problem}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +112,22 @@ def checked_weight(weight: float) -> float:
     if not math.isfinite(weight) or not 0 < weight <= _MOST_WEIGHT:
         raise OptionInvalid("weight", f"must be above 0 and at most {_MOST_WEIGHT:g}; to send nothing there, drain it")
     return float(weight)
+
+
+def events_address(spec: WorkerSpec) -> str | None:
+    """Where the worker's KV events are. Raises `OptionInvalid`."""
+    if spec.events is None:
+        if spec.replay or spec.bind:
+            raise OptionInvalid("replay" if spec.replay else "bind", "says nothing without events")
+        return None
+    if spec.events.startswith(DIRECT):
+        return spec.events
+    if spec.replay or spec.bind:
+        raise OptionInvalid("replay" if spec.replay else "bind", "is for events at an engine's own sockets only")
+    if not spec.events.startswith("grpc://"):
+        problem = f"{spec.events!r} is not of the form grpc://HOST:PORT, tcp://HOST:PORT or ipc://PATH"
+        raise OptionInvalid("events", problem)
+    return normal_url(spec.events, "events", schemes=("grpc",))
 
 
 def normal_url(url: str, field: str, *, schemes: tuple[str, ...] = ("grpc", "http", "https")) -> str:

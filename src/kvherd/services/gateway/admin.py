@@ -1,5 +1,6 @@
 """The gateway's HTTP beside the data path: the fleet, orders to it, and what programs ask of any engine."""
 
+from typing import Protocol
 from urllib.parse import unquote
 
 from starlette.applications import Starlette
@@ -13,6 +14,7 @@ from kvherd import __version__
 from kvherd.core.errors import FieldInvalid, KvherdError
 from kvherd.core.fleet.fanout import FanoutReport
 from kvherd.core.fleet.roster import Member
+from kvherd.services.gateway.config_file import ConfigFile
 from kvherd.services.gateway.console import Console
 from kvherd.wire.fleet_json import flush_report, profile_report
 from kvherd.wire.openai.body import parse_object
@@ -38,36 +40,46 @@ def build_app(console: Console, *, policy: str) -> Starlette:
         Route("/engine_metrics", routes.engine_metrics, methods=["GET"]),
         Route("/audit", routes.audit, methods=["GET"]),
     ]
-    anybody = [
+    clients = [
         Route("/v1/models", routes.models, methods=["GET"]),
-        Route("/health", routes.health, methods=["GET"]),
-        Route("/ready", routes.ready, methods=["GET"]),
-        Route("/metrics", routes.metrics, methods=["GET"]),
         Route("/get_loads", routes.loads, methods=["GET"]),
         Route("/server_info", routes.server, methods=["GET"]),
         Route("/get_server_info", routes.server, methods=["GET"]),
         Route("/get_model_info", routes.model, methods=["GET"]),
     ]
+    anybody = [
+        Route("/health", routes.health, methods=["GET"]),
+        Route("/ready", routes.ready, methods=["GET"]),
+        Route("/metrics", routes.metrics, methods=["GET"]),
+    ]
     for route in operators:
-        route.app = _Guarded(route.app, console)
+        route.app = _Guarded(route.app, console.admit)
+    for route in clients:
+        route.app = _Guarded(route.app, console.admit_client)
     return Starlette(
-        routes=operators + anybody,
+        routes=operators + clients + anybody,
         exception_handlers={HTTPException: _http_error, KvherdError: _own_error, Exception: _own_error},
     )
 
 
-class _Guarded:
-    """Lets a request through to `app` if the console admits its caller."""
+class Admit(Protocol):
+    def __call__(self, *, host: str, authorization: str) -> None:
+        """Raises a `KvherdError` for a caller who may not pass."""
+        ...
 
-    def __init__(self, app: ASGIApp, console: Console) -> None:
+
+class _Guarded:
+    """Lets a request through to `app` if `admit` lets its caller pass."""
+
+    def __init__(self, app: ASGIApp, admit: Admit) -> None:
         self._app = app
-        self._console = console
+        self._admit = admit
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request = Request(scope)
         host = request.client.host if request.client else ""
         try:
-            self._console.admit(host=host, authorization=request.headers.get("authorization", ""))
+            self._admit(host=host, authorization=request.headers.get("authorization", ""))
         except KvherdError as error:
             await (await _own_error(request, error))(scope, receive, send)
             return
@@ -174,6 +186,7 @@ class _Routes:
                 "policy": self._policy,
                 "models": list(roster.models()),
                 "aliases": dict(roster.aliases),
+                "config": _config(self._console.config),
                 "workers": [one.worker for one in roster],
             }
         )
@@ -181,6 +194,10 @@ class _Routes:
     async def model(self, _: Request) -> Response:
         models = self._console.fleet.roster.models()
         return JSONResponse({"model_path": models[0] if models else "", "models": list(models), "is_generation": True})
+
+
+def _config(file: ConfigFile | None) -> dict[str, str | int] | None:
+    return None if file is None else {"file": str(file.path), "reads": file.reads, "problem": file.problem}
 
 
 def _profiled(report: FanoutReport, done: str) -> Response:
@@ -217,7 +234,8 @@ def _context_tokens(members: list[Member]) -> int | None:
 
 async def _own_error(_: Request, error: Exception) -> Response:
     status, body = error_body(error)
-    headers = {"retry-after": RETRY_AFTER_S} if status == 503 else None
+    told = {401: {"www-authenticate": "Bearer"}, 503: {"retry-after": RETRY_AFTER_S}}
+    headers = told.get(status)
     return Response(body, status_code=status, headers=headers, media_type="application/json")
 
 

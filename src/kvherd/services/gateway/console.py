@@ -2,16 +2,17 @@
 
 import asyncio
 import contextlib
-import hmac
 import math
 from collections.abc import Callable, Mapping
 from ipaddress import IPv6Address, ip_address
 
 from kvherd.core.errors import FieldInvalid, NotAllowed, WorkerError, WorkerUnknown
 from kvherd.core.fleet.fanout import FanoutReport
+from kvherd.core.fleet.keyring import Keyring, key_digest, same_secret
 from kvherd.core.fleet.roster import Member
 from kvherd.core.fleet.spec import WorkerChange, WorkerSpec
 from kvherd.core.ids import WorkerId
+from kvherd.services.gateway.config_file import ConfigFile
 from kvherd.services.gateway.fleet import Fleet
 from kvherd.services.gateway.metrics import GatewayMetrics
 from kvherd.services.gateway.orders import Addressee, Flushed, flush_fleet, profile_fleet
@@ -34,12 +35,15 @@ class Console:
         flushed: Flushed,
         metrics: GatewayMetrics,
         admin_key: str | None = None,
+        keyring: Keyring | None = None,
     ) -> None:
         self.fleet = fleet
         self.metrics = metrics
         self.kv = kv
         self._flushed = flushed
-        self._admin_key = admin_key
+        self.config: ConfigFile | None = None
+        self._keyring = keyring or Keyring()
+        self._admin_key = key_digest(admin_key) if admin_key else None
 
     def admit(self, *, host: str, authorization: str) -> None:
         """Raise `NotAllowed` unless the caller has the admin key, or none is set and the caller is on this machine."""
@@ -47,9 +51,20 @@ class Console:
             if not _is_loopback(host):
                 raise NotAllowed("without an admin key only callers on this machine are served; set one (--admin-key)")
             return
-        presented = authorization.removeprefix("Bearer ").encode()
-        if not hmac.compare_digest(presented, self._admin_key.encode()):
+        if not self._is_admin_key(authorization):
             raise NotAllowed("give the admin key as `Authorization: Bearer KEY`")
+
+    def admit_client(self, *, host: str, authorization: str) -> None:
+        """Raise `KeyUnknown` unless the caller has a data key or is an operator, or no key is wanted."""
+        if self._keyring.open or self._is_admin_key(authorization):
+            return
+        if self._admin_key is None and _is_loopback(host) and not authorization:
+            return
+        self._keyring.account(authorization.encode())
+
+    def _is_admin_key(self, authorization: str) -> bool:
+        presented = authorization.removeprefix("Bearer ").encode()
+        return self._admin_key is not None and same_secret(presented, self._admin_key)
 
     async def flush(self, timeout_s: float, *, hold: bool = False) -> FanoutReport:
         """Order every worker to clear its cache, and return within `timeout_s` + 5 s. Raises `FieldInvalid`."""

@@ -19,7 +19,7 @@ from kvherd.core.fleet.spec import (
     WorkerSpec,
     checked_labels,
     checked_weight,
-    normal_url,
+    events_address,
 )
 from kvherd.core.ids import RequestId, WorkerId
 from kvherd.ports.completions import Tokenizer
@@ -152,21 +152,18 @@ class Fleet:
             member.draining = change.draining
         return member
 
+    def check(self, spec: WorkerSpec) -> None:
+        """Raise the `OptionInvalid` that `add` would, whoever is a member."""
+        checked_labels(spec.labels)
+        checked_weight(spec.weight)
+        self._events_of(spec)
+
     def _events_of(self, spec: WorkerSpec) -> str | None:
         """Where the worker's KV events are. Raises `OptionInvalid`."""
-        if spec.events is None:
-            if spec.replay or spec.bind:
-                raise OptionInvalid("replay" if spec.replay else "bind", "says nothing without events")
-            return None
-        if spec.events.startswith(DIRECT):
-            self._feed_factory(EventSource(spec.events, spec.replay, bind=spec.bind))
-            return spec.events
-        if spec.replay or spec.bind:
-            raise OptionInvalid("replay" if spec.replay else "bind", "is for events at an engine's own sockets only")
-        if not spec.events.startswith("grpc://"):
-            problem = f"{spec.events!r} is not of the form grpc://HOST:PORT, tcp://HOST:PORT or ipc://PATH"
-            raise OptionInvalid("events", problem)
-        return normal_url(spec.events, "events", schemes=("grpc",))
+        events = events_address(spec)
+        if events is not None and events.startswith(DIRECT):
+            self._feed_factory(EventSource(events, spec.replay, bind=spec.bind))
+        return events
 
     async def remove(self, worker: WorkerId, *, drain_s: float | None = None) -> bool:
         """As `begin_remove`; whether every request that was under way ended in time. Goes on when the caller leaves."""

@@ -2,12 +2,14 @@
 
 import asyncio
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from kvherd.core.fleet.keyring import DataKey, Keyring, key_digest
 from kvherd.core.fleet.spec import WorkerSpec
 from kvherd.core.ids import WorkerId
 from kvherd.core.kv.hashing import PrefixHasher
@@ -16,15 +18,19 @@ from kvherd.core.routing.policy import Weights, make_policy
 from kvherd.services.gateway.admin import build_app
 from kvherd.services.gateway.audit import Audit
 from kvherd.services.gateway.chat import DataPath, PathConfig
+from kvherd.services.gateway.config_file import ConfigFile
 from kvherd.services.gateway.console import Console
 from kvherd.services.gateway.credit import Credit
 from kvherd.services.gateway.fleet import FeedFactory, Fleet, FleetConfig, TokenizerFactory, WorkerFactory
 from kvherd.services.gateway.follow import Followers
 from kvherd.services.gateway.grpc import GatewayGrpc
 from kvherd.services.gateway.heal import HealMode, IdleFlushes
+from kvherd.services.gateway.keyed import KeyedPath
 from kvherd.services.gateway.metrics import GatewayMetrics
 from kvherd.services.gateway.relay.edge import RelayLimits
 from kvherd.services.gateway.relay.server import RelayServer
+from kvherd.services.gateway.staffing import Resolve, Staffing, resolve_host
+from kvherd.wire.gateway_toml import GatewayFile
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +44,10 @@ class GatewayConfig:
     policy: str = "kv"
     weights: Weights = field(default_factory=Weights)
     admin_key: str | None = field(default=None, repr=False)
+    data_key: str | None = field(default=None, repr=False)
+    config_file: Path | None = None
+    environment: Mapping[str, str] = field(default_factory=dict, repr=False)
+    names_period_s: float = 10.0
     fleet: FleetConfig = field(default_factory=FleetConfig)
     path: PathConfig = field(default_factory=PathConfig)
     limits: RelayLimits = field(default_factory=RelayLimits)
@@ -59,6 +69,7 @@ class Gateway:
         feed_factory: FeedFactory,
         tokenizer_factory: TokenizerFactory,
         followers: Callable[[PrefixIndex], Followers] = Followers,
+        resolve: Resolve = resolve_host,
     ) -> None:
         self._config = config
         self._policy = make_policy(config.policy, config.weights)
@@ -66,6 +77,7 @@ class Gateway:
         self._feed_factory = feed_factory
         self._tokenizer_factory = tokenizer_factory
         self._followers = followers
+        self._resolve = resolve
 
     @property
     def port(self) -> int:
@@ -113,8 +125,17 @@ class Gateway:
             followers.flushed(worker, ordered_s=ordered_s)
             credit.cleared(worker)
 
-        console = Console(fleet=fleet, kv=followers.view, flushed=flushed, metrics=metrics, admin_key=config.admin_key)
+        keyring = Keyring()
+        console = Console(
+            fleet=fleet,
+            kv=followers.view,
+            flushed=flushed,
+            metrics=metrics,
+            admin_key=config.admin_key,
+            keyring=keyring,
+        )
         metrics.watch(fleet.roster, followers.view, asyncio.get_running_loop().time)
+        metrics.watch_keys(keyring)
         audit = Audit(followers, metrics)
         path = DataPath(
             fleet=fleet,
@@ -126,10 +147,27 @@ class Gateway:
             config=config.path,
         )
         app = build_app(console, policy=config.policy)
-        for spec in config.workers:
-            fleet.add(spec)
+        console.config = await self._staff(stack, fleet, keyring)
         if config.path.heal is HealMode.FLUSH:
             await stack.enter_async_context(IdleFlushes(fleet, followers.incomplete, flushed, metrics))
         self._grpc = await stack.enter_async_context(GatewayGrpc(console, host=config.host, port=config.grpc_port))
-        relay = RelayServer(path, app, host=config.host, port=config.port, limits=config.limits)
+        relay = RelayServer(KeyedPath(path, keyring), app, host=config.host, port=config.port, limits=config.limits)
         self._relay = await stack.enter_async_context(relay)
+
+    async def _staff(self, stack: AsyncExitStack, fleet: Fleet, keyring: Keyring) -> ConfigFile | None:
+        """Take in the workers, names and keys that were written down. Raises `OptionInvalid` or `ConfigInvalid`."""
+        config = self._config
+        own = [DataKey("environment", key_digest(config.data_key))] if config.data_key else []
+        keyring.replace(own)
+        staffing = Staffing(fleet, resolve=self._resolve, names_period_s=config.names_period_s)
+        await stack.enter_async_context(staffing)
+        staffing.want("command line", config.workers)
+        if config.config_file is None:
+            return None
+
+        def apply(told: GatewayFile, keys: list[DataKey]) -> None:
+            staffing.want("file", told.workers)
+            fleet.roster.aliases, fleet.roster.required = told.aliases, told.models
+            keyring.replace([*own, *keys])
+
+        return await stack.enter_async_context(ConfigFile(config.config_file, apply, config.environment))

@@ -3,10 +3,11 @@
 from collections.abc import Callable, Iterable
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from kvherd.core.fleet.fanout import FanoutReport
+from kvherd.core.fleet.keyring import Keyring
 from kvherd.core.fleet.roster import Member, Roster, WorkerState
 from kvherd.core.fleet.truth import Verdict
 from kvherd.core.ids import WorkerId
@@ -93,9 +94,31 @@ class GatewayMetrics:
         """Show the state of every worker whenever the metrics are read."""
         self._registry.register(_FleetCollector(roster, kv, clock))
 
+    def watch_keys(self, keyring: Keyring) -> None:
+        """Show what every data key uses whenever the metrics are read."""
+        self._registry.register(_KeyCollector(keyring))
+
     def text(self) -> bytes:
         """The exposition format of Prometheus."""
         return generate_latest(self._registry)
+
+
+class _KeyCollector(Collector):
+    def __init__(self, keyring: Keyring) -> None:
+        self._keyring = keyring
+
+    def describe(self) -> Iterable[Metric]:
+        return ()
+
+    def collect(self) -> Iterable[Metric]:
+        in_flight = GaugeMetricFamily("kvherd_key_requests_in_flight", "Under way for a data key", labels=["key"])
+        requests = CounterMetricFamily("kvherd_key_requests", "Of a data key, by verdict", labels=["key", "verdict"])
+        for account in self._keyring.accounts:
+            in_flight.add_metric([account.name], account.in_flight)
+            requests.add_metric([account.name, "admitted"], account.admitted_total)
+            requests.add_metric([account.name, "refused"], account.refused_total)
+        yield in_flight
+        yield requests
 
 
 class _FleetCollector(Collector):

@@ -12,7 +12,8 @@ class DataRequest(NamedTuple):
     """One request, complete and within bounds.
 
     Header names are in lower case; headers that concern only the client's own connection are gone. `x-request-id` and
-    `traceparent` are always there: the client's, or made here. `query` has no question mark. A named tuple and not a
+    `traceparent` are always there: the client's, or made here. `query` has no question mark. `key` is the name of the
+    client's API key, empty where none is wanted. A named tuple and not a
     frozen dataclass: one is made for every request, and a tuple costs a quarter.
     """
 
@@ -23,6 +24,7 @@ class DataRequest(NamedTuple):
     body: bytes
     peer: str
     request: RequestId
+    key: str = ""
 
     @property
     def target(self) -> str:

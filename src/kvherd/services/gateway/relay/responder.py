@@ -10,6 +10,7 @@ from typing import Protocol
 import msgspec
 
 from kvherd.core.errors import NoWorker, WorkerFailed
+from kvherd.core.fleet.keyring import KeyLimitReached
 from kvherd.core.ids import WorkerId
 from kvherd.services.gateway.relay.requests import Incoming
 from kvherd.wire.openai.errors import error_body, error_object
@@ -140,7 +141,9 @@ class ConnectionResponder:
         """Answer with an error, in place of everything else. Only before `start`."""
         status, body = error_body(error)
         headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
-        if status == HTTPStatus.SERVICE_UNAVAILABLE:
+        if status == HTTPStatus.UNAUTHORIZED:
+            headers.append((b"www-authenticate", b"Bearer"))
+        elif status in (HTTPStatus.SERVICE_UNAVAILABLE, HTTPStatus.TOO_MANY_REQUESTS):
             headers.append((b"retry-after", b"%d" % retry_after_s(error)))
         self.start(status, headers)
         self.write(body)
@@ -241,4 +244,4 @@ def _without_nominated(headers: Sequence[tuple[bytes, bytes]]) -> list[tuple[byt
 
 
 def retry_after_s(error: BaseException) -> int:
-    return error.retry_after_s if isinstance(error, NoWorker) else 1
+    return error.retry_after_s if isinstance(error, NoWorker | KeyLimitReached) else 1

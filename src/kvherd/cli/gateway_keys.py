@@ -1,0 +1,57 @@
+"""The gateway's own keys: from the environment or a file, and with a warning from the command line."""
+
+import logging
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from kvherd.cli.gateway_client import ADMIN_KEY
+from kvherd.core.errors import OptionInvalid
+
+log = logging.getLogger(__name__)
+
+DATA_KEY = "KVHERD_API_KEY"
+
+DataKeyOption = Annotated[
+    str | None,
+    typer.Option(
+        "--api-key",
+        envvar=DATA_KEY,
+        show_envvar=True,
+        metavar="KEY",
+        help="The key that clients bring as Authorization: Bearer KEY; better given by the environment. Several, with "
+        "names and limits, are in the configuration file.",
+    ),
+]
+AdminKeyFileOption = Annotated[
+    Path | None,
+    typer.Option("--admin-key-file", metavar="FILE", help="A file with the admin key, in place of --admin-key."),
+]
+
+
+def secret_given(option: str, value: str | None, variable: str) -> str | None:
+    """The secret as it can stand in a header. Raises `OptionInvalid`, which does not repeat it."""
+    secret = (value or "").strip()
+    if not secret:
+        return None
+    if not secret.isascii() or not secret.isprintable() or " " in secret:
+        raise OptionInvalid(option, "a key is of printable ASCII characters, without spaces")
+    if os.environ.get(variable) != value:
+        log.warning("%s on the command line can be read by every user of this machine; use %s", option, variable)
+    return secret
+
+
+def admin_key_given(value: str | None, file: Path | None) -> str | None:
+    """Raises `OptionInvalid`."""
+    if file is None:
+        return secret_given("--admin-key", value, ADMIN_KEY)
+    try:
+        secret = file.read_text("ascii").strip()
+    except (OSError, UnicodeError) as error:
+        reason = getattr(error, "strerror", None) or "it is not ASCII"
+        raise OptionInvalid("--admin-key-file", f"cannot read {file}: {reason}") from None
+    if not secret or not secret.isprintable() or " " in secret:
+        raise OptionInvalid("--admin-key-file", f"{file} must hold a key of printable characters without spaces")
+    return secret
