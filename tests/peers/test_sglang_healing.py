@@ -14,7 +14,7 @@ import pytest
 from kvherd.testing.herds import GatewayProcess, Start, begin_gateway
 from kvherd.testing.processes import KvherdProcess, free_ports, wait_until
 from kvherd.testing.stock_engines import StockEngine, StockServer, sglang
-from kvherd.testing.stock_herds import chat, is_live, kv_of
+from kvherd.testing.stock_herds import chat, is_live, kv_of, truth_of
 from kvherd.testing.stock_streams import stream_of
 
 pytestmark = [pytest.mark.peers, pytest.mark.timeout(600)]
@@ -42,22 +42,22 @@ def follow(stock: tuple[StockServer, Start], *options: str) -> GatewayProcess:
     return gateway
 
 
-def truth_of(gateway: GatewayProcess) -> dict[str, Any]:
-    (worker,) = gateway.workers()
-    truth: Any = worker["truth"]
-    return dict(truth)
-
-
 def test_an_idle_flush_ends_what_is_not_known(stock: tuple[StockServer, Start]) -> None:
     gateway = follow(stock, "--heal", "flush")
     gateway.process.wait_for(lambda: kv_of(gateway)["healings"] == 1, within_s=20, what="it is flushed")
     first, _ = chat(gateway, HELLO)
     assert (first.predicted, first.reported) == (0, 0)
     wait_until(lambda: kv_of(gateway)["complete"] is True, within_s=5, what="nothing is unknown any more")
-    wait_until(lambda: kv_of(gateway)["blocks"] > 0, within_s=5, what="its blocks are known")
-    second, _ = chat(gateway, HELLO)
-    assert second.predicted == second.reported // 16 * 16 > 0
-    assert (truth_of(gateway)["wrong"], truth_of(gateway)["decided"]) == (0, 2)
+
+    def is_predicted() -> bool:
+        again, _ = chat(gateway, HELLO)
+        assert (again.predicted or 0) <= again.reported
+        return again.predicted == again.reported // 16 * 16 > 0
+
+    wait_until(is_predicted, within_s=30, what="what it caches again is predicted")
+    truth = truth_of(gateway)
+    assert truth["wrong"] == 0
+    assert truth["decided"] + truth["undecided"] >= 2
 
 
 def test_a_sampled_stream_is_what_the_engine_says_unasked(stock: tuple[StockServer, Start]) -> None:

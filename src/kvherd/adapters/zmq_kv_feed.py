@@ -11,6 +11,8 @@ while a socket's queue is full.
 
 import asyncio
 from collections import deque
+from errno import EADDRINUSE
+from socket import AF_UNIX, SOCK_STREAM, socket
 from types import TracebackType
 from typing import Final, Self
 
@@ -38,6 +40,18 @@ _KEEPALIVE: Final = {
 _HANDSHAKE_FAILED: Final = (
     zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 )
+
+
+def _require_unheld(endpoint: str) -> None:
+    """Binding ipc:// would take the path away from whoever listens there. Raises `zmq.ZMQError`."""
+    if not endpoint.startswith("ipc://"):
+        return
+    with socket(AF_UNIX, SOCK_STREAM) as probe:
+        try:
+            probe.connect(endpoint.removeprefix("ipc://"))
+        except OSError:
+            return
+    raise zmq.ZMQError(EADDRINUSE)
 
 
 class ZmqFrameFeed:
@@ -91,6 +105,7 @@ class ZmqFrameFeed:
         self._poller.register(self._monitor, zmq.POLLIN)
         try:
             if self._bind_events:
+                _require_unheld(self.events_endpoint)
                 self._sub.bind(self.events_endpoint)
             else:
                 self._sub.connect(self.events_endpoint)

@@ -3,7 +3,6 @@
 import asyncio
 import json
 import secrets
-from collections import Counter
 from collections.abc import Mapping
 from contextlib import AsyncExitStack
 from functools import partial
@@ -64,8 +63,8 @@ def command(
     Says of each check what was seen: ok, warning (works, and could do better), problem (stands in the way) or unknown
     (could not be seen). Nothing is flushed or changed. To see events come, it sends three completions of one token.
 
-    Takes half a minute at the most. Exit code 0 if no problem was found, 1 if one was, 2 for an option that is
-    wrong, 3 if the server cannot be reached.
+    Takes some seconds, and a minute at the most. Exit code 0 if no problem was found, 1 if one was, 2 for an option
+    that is wrong, 3 if the server cannot be reached.
     """
     complaint = _complaint(url, events, replay, tokenizer, bind=bind_events, requests=requests)
     key = engine_key(engine_api_key)
@@ -144,8 +143,12 @@ def _row(finding: Finding) -> list[object]:
 def _summary(diagnosis: Diagnosis) -> str:
     if not diagnosis.reachable:
         return f"{diagnosis.url} cannot be reached"
-    counts = Counter(one.verdict for one in diagnosis.findings)
-    if diagnosis.fine:
-        rest = ", ".join(f"{counts[one]} {one.value}" for one in (Verdict.WARNING, Verdict.UNKNOWN) if counts[one])
-        return f"nothing stands in the way{f' ({rest})' if rest else ''}"
-    return f"{counts[Verdict.PROBLEM]} of {len(diagnosis.findings)} checks found what stands in the way"
+    named = {verdict: [one.check for one in diagnosis.findings if one.verdict is verdict] for verdict in Verdict}
+    if named[Verdict.PROBLEM]:
+        said = f"{len(named[Verdict.PROBLEM])} of {len(diagnosis.findings)} checks found what stands in the way"
+    elif named[Verdict.UNKNOWN]:
+        said = "nothing that was seen stands in the way"
+    else:
+        said = "nothing stands in the way"
+    notes = (("could be better", named[Verdict.WARNING]), ("could not be seen", named[Verdict.UNKNOWN]))
+    return "; ".join([said, *(f"{what}: {', '.join(checks)}" for what, checks in notes if checks)])

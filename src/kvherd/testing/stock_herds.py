@@ -2,6 +2,7 @@
 
 import random
 import signal
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -15,6 +16,7 @@ from kvherd.testing.stock_engines import MODEL, StockEngine, StockServer
 
 LIVE_S = 20.0
 ANSWER_S = 120.0
+EXACT_S = 30.0
 WORDS = (
     "amber",
     "birch",
@@ -90,6 +92,22 @@ def chat(gateway: GatewayProcess, messages: list[dict[str, str]]) -> tuple[Answe
     return Answered(usage["prompt_tokens"], None if predicted is None else int(predicted), reported), text
 
 
+def chat_until_exact(gateway: GatewayProcess, messages: list[dict[str, str]]) -> Answered:
+    """Chat until what is cached is predicted exactly, and is something: blocks are heard of a moment after they are
+    stored, on a busy machine a long one. Never may more be predicted than there is.
+    """
+    found: list[Answered] = []
+
+    def is_exact() -> bool:
+        answered, _ = chat(gateway, messages)
+        assert (answered.predicted or 0) <= answered.reported, answered
+        found.append(answered)
+        return answered.exact and answered.reported > 0
+
+    wait_until(is_exact, within_s=EXACT_S, what=f"what is cached is predicted, not as in {found}")
+    return found[-1]
+
+
 @dataclass(slots=True)
 class StockHerd:
     """`start` begins a `kvherd` command and sees to its end."""
@@ -159,6 +177,25 @@ class StockHerd:
         (result,) = httpx.post(url, timeout=timeout_s + 30).json()["workers"]
         return dict(result)
 
+    def flush_while_busy(self, gateway: GatewayProcess, timeout_s: float) -> dict[str, Any]:
+        """The result of a flush during all of which a chat was running, however long asking takes here."""
+        for _ in range(5):
+            wait_until(lambda: self.engine.running() == 0, within_s=LIVE_S, what="the engine runs nothing else")
+            with self.generating(gateway, 900):
+                result = self.flush(gateway, timeout_s)
+                if self.engine.running() == 1:
+                    return result
+        raise AssertionError("no chat outlasted a flush")
+
+    def settle(self) -> None:
+        """Until both gateways have heard the same, or a second is over."""
+        until_s = time.monotonic() + 1
+        same = 0
+        while same < 3 and time.monotonic() < until_s:
+            first, second = (kv_of(gateway)["blocks"] for gateway in self.gateways)
+            same = same + 1 if first == second else 0
+            time.sleep(0.02)
+
     @contextmanager
     def generating(self, gateway: GatewayProcess, tokens: int) -> Iterator[httpx.Response]:
         """A chat that streams that many tokens and is running; leaving it leaves the answer."""
@@ -175,6 +212,13 @@ def kv_of(gateway: GatewayProcess) -> dict[str, Any]:
     kv = worker["kv"]
     assert isinstance(kv, dict)
     return kv
+
+
+def truth_of(gateway: GatewayProcess) -> dict[str, Any]:
+    (worker,) = gateway.workers()
+    truth = worker["truth"]
+    assert isinstance(truth, dict)
+    return truth
 
 
 def is_live(gateway: GatewayProcess) -> bool:

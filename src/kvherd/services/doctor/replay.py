@@ -10,15 +10,22 @@ from kvherd.ports.kv_frames import FrameFeed
 from kvherd.services.doctor.findings import Finding, ok, problem, warning
 
 SILENCE_S: Final = 2.0
-_FLAG: Final = "name a replay_endpoint in --kv-events-config, and --replay of the bridge (or replay= of the worker)"
+_WHERE: Final = "--replay here and of the bridge (or replay= of the worker)"
+_FLAG: Final = f"name a replay_endpoint in --kv-events-config, and {_WHERE}"
 _SHORT: Final = (
     "what was stored before comes back by healing alone: start the bridge with the engine, or raise buffer_steps"
 )
 
 
-async def replays(feeds: Mapping[Rank, FrameFeed]) -> Finding:
-    """Ask every rank for all that it still has, and judge by the worst of them."""
+async def replays(feeds: Mapping[Rank, FrameFeed], *, elsewhere: str | None = None) -> Finding:
+    """Ask every rank for all that it still has, and judge by the worst of them. `elsewhere` is where the engine says
+    that it replays.
+    """
     if not all(feed.can_replay for feed in feeds.values()):
+        if elsewhere:
+            return warning(
+                "replay", f"none was named, and it says that it has one at {elsewhere}", f"name it: {_WHERE}"
+            )
         return warning("replay", "none was named", f"{_FLAG}: every gap starts everybody over without it")
     async with asyncio.TaskGroup() as group:
         asked = {rank: group.create_task(feed.replay(0, silence_s=SILENCE_S)) for rank, feed in feeds.items()}

@@ -1,16 +1,20 @@
 """The tiny requests that the doctor sends: one token each, of a prompt that nobody sent before."""
 
+import asyncio
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from kvherd.core.errors import CallerError, WorkerFailed
+from kvherd.core.errors import CallerError, WorkerFailed, WorkerTimedOut
 from kvherd.core.ids import RequestId
 from kvherd.ports.completions import Tokenizer, Usage
 from kvherd.ports.worker import Call, Worker
 from kvherd.services.doctor.instruments import Chart
 
 USUAL_BLOCK = 64
+ANSWER_S = 12.0
+"""A server that takes longer for one token is overloaded, and is asked no more."""
+OVERLOADED = "is the server overloaded? Ask again when it is not"
 _SHOWN = 200
 
 
@@ -44,16 +48,31 @@ class _Kept:
 
 @dataclass(slots=True)
 class Sender:
-    """Sends requests to one server. `nonce` makes their prompt new to it; `answered` counts the answers."""
+    """Sends requests to one server. `nonce` makes their prompt new to it; `answered` counts the answers. After one that
+    was `too_slow` no other is sent.
+    """
 
     chart: Chart
     worker: Worker
     known: Tokenizer | None
     nonce: str
     answered: int = 0
+    too_slow: bool = False
 
     async def send(self, *, stream: bool = False) -> Usage | None:
-        """What the answer said that it cost, None if nothing. Raises a `WorkerError` for anything but an answer."""
+        """What the answer said that it cost, None if nothing. Raises a `WorkerError` for anything but an answer in
+        time.
+        """
+        if self.too_slow:
+            raise WorkerTimedOut(self.worker.id, ANSWER_S)
+        try:
+            async with asyncio.timeout(ANSWER_S):
+                return await self._send(stream=stream)
+        except TimeoutError:
+            self.too_slow = True
+            raise WorkerTimedOut(self.worker.id, ANSWER_S) from None
+
+    async def _send(self, *, stream: bool) -> Usage | None:
         fields: dict[str, object] = {
             "model": self.chart.model,
             "prompt": self.prompt,

@@ -2,14 +2,14 @@
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable
-from contextlib import aclosing, suppress
+from contextlib import aclosing
 from typing import Final
 
 from kvherd.core.kv.events import KvEventBatch
 from kvherd.core.kv.stream import EventsUnsupported, KvStreamError
 from kvherd.ports.kv_feed import FeedItem, Subscribed
 from kvherd.services.doctor.findings import Finding, ok, problem, warning
-from kvherd.services.doctor.hearing import EVENT_S, Heard, Send, arrived, sent, switch_on
+from kvherd.services.doctor.hearing import Heard, Send, arrived, switch_on, while_sent
 from kvherd.services.doctor.instruments import Chart, Instruments
 
 ACCEPT_S: Final = 4.0
@@ -26,10 +26,7 @@ async def stream(chart: Chart, instruments: Instruments, target: str, send: Send
             async with asyncio.timeout(ACCEPT_S):
                 first = await anext(items)
             if send is not None:
-                with suppress(TimeoutError):
-                    async with asyncio.timeout(EVENT_S), asyncio.TaskGroup() as group:
-                        group.create_task(sent(send, heard))
-                        await _follow(items, heard, instruments.wall)
+                await while_sent(send, heard, _follow(items, heard, instruments.wall))
     except TimeoutError:
         seen = f"{target} did not accept a subscription within {ACCEPT_S:g} s"
         return [problem("KV events", seen, "look at that server's own log")]

@@ -2,10 +2,11 @@
 
 import json
 from collections.abc import Mapping
+from typing import Final
 
 from kvherd.core.errors import CallerError, KvherdError, WorkerError, WorkerUnsupported
 from kvherd.core.text.calls import ChatCall
-from kvherd.core.text.parity import first_difference, probes
+from kvherd.core.text.parity import PromptClass, first_difference, probes
 from kvherd.ports.completions import Tokenizer
 from kvherd.services.doctor.findings import Finding, ok, problem, unknown, warning
 from kvherd.services.doctor.instruments import Chart, Instruments
@@ -41,7 +42,8 @@ async def tokenization(chart: Chart, instruments: Instruments, known: Tokenizer 
         return [ok("tokenization", "a server on gRPC is given tokens")]
     if known is None:
         return [unknown("tokenization", "without a tokenizer there is nothing to compare with")]
-    same: list[str] = []
+    same: list[PromptClass] = []
+    differing: dict[PromptClass, str] = {}
     findings: list[Finding] = []
     for prompt_class, body in probes(known.special_tokens).items():
         check = f"tokenization: {prompt_class.value}"
@@ -53,19 +55,25 @@ async def tokenization(chart: Chart, instruments: Instruments, known: Tokenizer 
             findings.append(unknown(check, f"not compared: {error}"))
             continue
         if seen is None:
-            same.append(prompt_class.value)
+            same.append(prompt_class)
         else:
-            findings.append(warning(check, seen, _MEND))
+            differing[prompt_class] = seen
     if same:
         findings.insert(0, ok("tokenization", f"the same tokens here and there: {', '.join(same)}"))
-    elif any(one.advice for one in findings):
-        findings = [problem(one.check, one.seen, one.advice) if one.advice else one for one in findings]
-    return findings
+    # One class may be odd. Where plain chats differ, or everything does, hardly a request earns credit.
+    grave = not same or PromptClass.CHAT in differing
+    advice = _TEMPLATE if PromptClass.TEXT in same and PromptClass.CHAT in differing else _MEND
+    judged = problem if grave else warning
+    return [*findings, *(judged(f"tokenization: {one.value}", seen, advice) for one, seen in differing.items())]
 
 
-_MEND = (
+_MEND: Final = (
     "see that --tokenizer is the directory that the server reads, chat template included; such prompts are routed by "
     "what was sent where"
+)
+_TEMPLATE: Final = (
+    "it has another chat template: if it was started with --chat-template FILE, name a copy of the model's directory "
+    "with --tokenizer that has FILE as chat_template.jinja"
 )
 
 

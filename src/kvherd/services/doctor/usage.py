@@ -5,9 +5,8 @@ from typing import Final
 from kvherd.core.errors import WorkerError
 from kvherd.services.doctor.findings import Finding, ok, problem, unknown, warning
 from kvherd.services.doctor.instruments import Chart
-from kvherd.services.doctor.requests import Sender
+from kvherd.services.doctor.requests import OVERLOADED, Sender
 
-REQUEST_S: Final = 6.0
 _NOT_SENT: Final = "no request was sent, as --no-requests says"
 
 
@@ -25,7 +24,7 @@ async def _cached(chart: Chart, sender: Sender) -> Finding:
             await sender.send()
         told = await sender.send()
     except WorkerError as error:
-        return unknown(check, str(error))
+        return unknown(check, str(error), OVERLOADED if sender.too_slow else "")
     if told is None:
         return warning(check, "an answer does not say what it cost", "predictions cannot be checked without usage")
     if told.cached_tokens is None:
@@ -34,7 +33,7 @@ async def _cached(chart: Chart, sender: Sender) -> Finding:
         return warning(check, "of a prompt that was sent twice, the answer does not say what was cached", advice)
     seen = f"of a prompt of {told.prompt_tokens} tokens that was sent twice, {told.cached_tokens} were cached"
     if not told.cached_tokens:
-        return problem(check, seen, "see that prefix caching is on (vLLM: --enable-prefix-caching)")
+        return problem(check, seen, _caching_on(chart))
     return ok(check, seen)
 
 
@@ -43,7 +42,12 @@ async def _streamed(sender: Sender) -> Finding:
     try:
         told = await sender.send(stream=True)
     except WorkerError as error:
-        return unknown(check, str(error))
+        return unknown(check, str(error), OVERLOADED if sender.too_slow else "")
     if told is None:
         return warning(check, "a stream with include_usage has none", "predictions for streams cannot be checked")
     return ok(check, "a stream with include_usage ends with it")
+
+
+def _caching_on(chart: Chart) -> str:
+    flag = "without --disable-radix-cache" if chart.sglang else "with --enable-prefix-caching"
+    return f"start it {flag}: its prefix cache seems to be off, and nothing can be gained by routing"
