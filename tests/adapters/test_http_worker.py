@@ -21,7 +21,7 @@ from kvherd.core.errors import (
     WorkerUnreachable,
     WorkerUnsupported,
 )
-from kvherd.core.ids import RequestId, WorkerId
+from kvherd.core.ids import Rank, RequestId, WorkerId
 from kvherd.ports.completions import Usage
 from kvherd.ports.worker import NOT_HELD, Call, FlushAnswer, RankOutcome, WorkerKind, WorkerLoad
 from kvherd.testing.raw_http import SSE_HEAD, RawRequest, RawServer, Script, chunk, json_answer, until
@@ -113,6 +113,18 @@ async def test_a_worker_that_wants_a_key_says_so(key: str | None, says: str) -> 
         with pytest.raises(WorkerLocked, match=says) as locked:
             await worker.detect()
     assert "KVHERD_ENGINE_API_KEY" in str(locked.value)
+
+
+@pytest.mark.parametrize(("engine", "names_it"), [("vllm", "header"), ("sglang", "body")])
+async def test_an_engine_is_told_the_rank_in_its_own_way(engine: str, names_it: str) -> None:
+    answers = (VLLM if engine == "vllm" else SGLANG) | {"POST /v1/completions": json_answer(b"{}")}
+    async with RawServer(paths(answers)) as server, worker_at(server.url) as worker:
+        assert (await worker.detect()).addressable
+        await worker.forward(call("/v1/completions", b'{"model": "m" }', rank=Rank(1)), FakeResponder())
+        request = server.requests[-1]
+    told = {"header": dict(request.headers).get("x-data-parallel-rank") == "1", "body": b"rank" in request.body}
+    assert told == {"header": names_it == "header", "body": names_it == "body"}
+    assert json.loads(request.body) == {"model": "m"} | ({"data_parallel_rank": 1} if names_it == "body" else {})
 
 
 async def test_connections_are_kept_and_shared() -> None:

@@ -9,12 +9,13 @@ from contextlib import contextmanager
 from typing import Any
 
 import grpc
+import httpx
 import pytest
 from smg_grpc_proto.generated import common_pb2
 from smg_grpc_proto.generated import sglang_scheduler_pb2 as pb
 from smg_grpc_proto.generated.sglang_scheduler_pb2_grpc import SglangSchedulerStub
 
-from kvherd.testing.herds import EngineProcess, Start, begin_engine
+from kvherd.testing.herds import EngineProcess, GatewayProcess, Start, begin_engine, begin_gateway
 from kvherd.testing.processes import free_ports, wait_until
 
 pytestmark = pytest.mark.engine
@@ -35,6 +36,11 @@ def asked(rank: int, *, tokens: int, prompt: bytes = b"a prompt of several block
         stream=True,
         data_parallel_rank=rank,
     )
+
+
+def known_blocks(gateway: GatewayProcess) -> int:
+    kv: Any = gateway.workers()[0]["kv"]
+    return int(kv["blocks"])
 
 
 def cached(stub: Any, rank: int) -> int:
@@ -68,6 +74,42 @@ def test_each_rank_has_a_cache_of_its_own_and_a_flush_clears_both(engine: Engine
         assert code is grpc.StatusCode.OK
         assert {rank: done for rank, (done, _) in ranks.items()} == {0: True, 1: True}
         assert [cached(stub, rank) for rank in (0, 1)] == [0, 0]
+
+
+@pytest.mark.parametrize("over", ["grpc", "http"])
+def test_a_gateway_knows_each_rank_s_cache_and_names_the_rank(start: Start, engine: EngineProcess, over: str) -> None:
+    """
+    1. Two prompts go to two ranks, as the client says. 2. Each is asked for again, with no rank named: it goes where it
+    is cached, and what was predicted is what was cached.
+    """
+    gateway = begin_gateway(start, engine.grpc_url if over == "grpc" else engine.http_worker, up=1)
+
+    def ask(letter: str, **more: int) -> httpx.Response:
+        body = {"model": "tiny", "prompt": letter * 100, "max_tokens": 2, **more}
+        answer = httpx.post(f"{gateway.url}/v1/completions", json=body, timeout=20)
+        assert answer.status_code == 200, answer.text
+        return answer
+
+    for rank, letter in enumerate("ab"):
+        assert ask(letter, data_parallel_rank=rank).headers["x-kvherd-rank"] == str(rank)
+    wait_until(lambda: known_blocks(gateway) >= 12, within_s=10, what="both ranks' blocks are known")
+    for rank, letter in enumerate("ab"):
+        answer = ask(letter)
+        usage = answer.json()["usage"]
+        assert answer.headers["x-kvherd-rank"] == str(rank)
+        assert usage["prompt_tokens_details"]["cached_tokens"] == 96
+        assert answer.headers["x-kvherd-predicted-cached-tokens"] == "96"
+
+
+def test_an_engine_puts_a_prefix_where_it_went_before(engine: EngineProcess) -> None:
+    with connected(engine) as stub:
+        for prompt in (b"one prompt of several blocks, twice", b"and another one, of as many blocks!"):
+            first, again = (asked(0, tokens=2, prompt=prompt) for _ in range(2))
+            for request in (first, again):
+                request.ClearField("data_parallel_rank")
+            *_, cold = stub.Generate(first, timeout=20)
+            *_, warm = stub.Generate(again, timeout=20)
+            assert (cold.complete.cached_tokens, warm.complete.cached_tokens) == (0, 32)
 
 
 def test_one_busy_rank_makes_the_whole_flush_not_done_and_is_named(engine: EngineProcess) -> None:

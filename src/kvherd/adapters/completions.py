@@ -188,6 +188,7 @@ class OpenAiCompletions:
             limits=limits,
             sampling=replace(options.sampling, seed=seed),
             cache_salt=options.cache_salt,
+            rank=options.rank,
         )
         decode = self._decoder(skip_special_tokens=options.skip_special_tokens)
         return Run(generation, Choice(decode, limits, prompt))

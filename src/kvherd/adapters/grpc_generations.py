@@ -2,7 +2,7 @@
 
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import grpc.aio
 import msgspec
@@ -14,7 +14,7 @@ from kvherd.adapters.native_completions import NativeCompletions
 from kvherd.adapters.tokenizer import ModelTokenizer
 from kvherd.core.engine.generation import GenerationRequest, TokenDelta
 from kvherd.core.errors import FieldInvalid, FrameInvalid, KvherdError, WorkerFailed, WorkerUnsupported
-from kvherd.core.ids import WorkerId
+from kvherd.core.ids import Rank, WorkerId
 from kvherd.core.text.calls import ChatCall, CompletionCall
 from kvherd.ports.worker import Call, Responder
 from kvherd.wire.openai.requests import decode_chat, decode_completion
@@ -90,6 +90,12 @@ class GrpcGenerations:
                 call.cancel()
         raise WorkerFailed(self._worker, "its stream ended without a finish")
 
+    def _generate_at(self, rank: Rank | None) -> Callable[[GenerationRequest], AsyncGenerator[TokenDelta, None]]:
+        """At this rank, unless the call itself names one."""
+        if rank is None:
+            return self.generate
+        return lambda request: self.generate(request if request.rank is not None else replace(request, rank=rank))
+
     # --- one method a path ------------------------------------------------------------------------------------
 
     async def _chat(self, call: Call, responder: Responder) -> None:
@@ -105,7 +111,7 @@ class GrpcGenerations:
         self, openai: ChatCall | CompletionCall, call: Call, responder: Responder, *, brought: bool
     ) -> None:
         prompts = [list(call.prompt_token_ids)] if brought and call.prompt_token_ids else None
-        watch = _Watch(self.generate, call.on_first_token)
+        watch = _Watch(self._generate_at(call.rank), call.on_first_token)
         completions, request, on_usage = self._completions, call.request, call.on_usage
         if openai.options.stream:
             frames = completions.stream(
@@ -119,7 +125,7 @@ class GrpcGenerations:
 
     async def _generate_natively(self, call: Call, responder: Responder) -> None:
         native = decode_generate(call.body)
-        watch = _Watch(self.generate, call.on_first_token)
+        watch = _Watch(self._generate_at(call.rank), call.on_first_token)
         if native.call.options.stream:
             frames = self._native.stream(native, request=call.request, generate=watch.generate, on_usage=call.on_usage)
             return await self._stream(frames, watch, call, responder)

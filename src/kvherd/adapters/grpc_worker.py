@@ -15,7 +15,7 @@ from kvherd.adapters.grpc_sidecar import GrpcSidecar, beside
 from kvherd.adapters.grpc_tokenizer import tokenizer_over
 from kvherd.adapters.http_url import http_address
 from kvherd.core.errors import FieldInvalid, WorkerFailed, WorkerRefused, WorkerUnreachable, WorkerUnsupported
-from kvherd.core.ids import WorkerId
+from kvherd.core.ids import Rank, WorkerId
 from kvherd.ports.worker import (
     Call,
     FlushAnswer,
@@ -92,6 +92,12 @@ class GrpcWorker:
             waiting=sum(each.num_waiting_reqs for each in answer.loads),
             used_tokens=sum(each.num_used_tokens for each in answer.loads),
             capacity_tokens=sum(each.max_total_num_tokens for each in answer.loads),
+            ranks={
+                Rank(each.dp_rank): WorkerLoad(
+                    each.num_running_reqs, each.num_waiting_reqs, each.num_used_tokens, each.max_total_num_tokens
+                )
+                for each in answer.loads
+            },
         )
 
     async def tokenize(self, body: bytes) -> list[int]:
@@ -200,6 +206,7 @@ class GrpcWorker:
             max_running=_whole(args, "max_running_requests"),
             events_url=self._id,
             version=server.sglang_version,
+            addressable=True,
         )
         self._can_hold = facts.version.startswith("kvherd-")
         traits = ModelTraits(

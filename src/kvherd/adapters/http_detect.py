@@ -69,6 +69,7 @@ def _kvherd(info: Mapping[str, Any], models: _Models, address: HttpAddress) -> W
     return WorkerFacts(
         WorkerKind.KVHERD_HTTP,
         models.names,
+        addressable=True,
         block_size=_whole(info.get("block_size")),
         ranks=ranks,
         max_context_tokens=_whole(info.get("context_length")) or models.max_context_tokens,
@@ -89,6 +90,7 @@ def _sglang(info: Mapping[str, Any], models: _Models) -> WorkerFacts:
     return WorkerFacts(
         WorkerKind.SGLANG_HTTP,
         models.names,
+        addressable=True,
         block_size=_whole(info.get("page_size")),
         ranks=max(_whole(info.get("dp_size")), 1),
         max_context_tokens=models.max_context_tokens or _whole(info.get("context_length")),
@@ -104,6 +106,7 @@ async def _vllm(version: str, asker: HttpAsker, models: _Models) -> WorkerFacts:
     facts = WorkerFacts(
         WorkerKind.VLLM_HTTP,
         models.names,
+        addressable=True,
         max_context_tokens=models.max_context_tokens,
         version=version,
         adapters=models.adapters,

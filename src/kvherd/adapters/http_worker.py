@@ -1,6 +1,7 @@
 """An engine worker that speaks HTTP: kvherd's own, vLLM, SGLang, or any OpenAI-compatible server."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import assert_never
 
 from kvherd.adapters.http_detect import detect
@@ -24,6 +25,8 @@ from kvherd.ports.worker import (
     WorkerLoad,
     not_held,
 )
+from kvherd.wire.openai.edits import with_rank
+from kvherd.wire.openai.routing import RANK_HEADER
 
 _NOT_FORWARDED = frozenset(
     {
@@ -75,6 +78,7 @@ class HttpWorker:
         """An answer of 502, 503 or 504 is raised as `WorkerRefused`, since another worker may do better; any other
         is the client's, byte for byte.
         """
+        call = self._at_rank(call)
         relayed = _Relayed(call, responder)
         repeatable = not call.path.startswith(_STATEFUL)
         try:
@@ -156,6 +160,14 @@ class HttpWorker:
         if not answer.ok:
             raise WorkerRefused(self._id, f"GET {path} gave HTTP {answer.status}: {answer.reason()}")
         return answer
+
+    def _at_rank(self, call: Call) -> Call:
+        """vLLM takes the rank from a header, SGLang and kvherd from the body."""
+        if call.rank is None:
+            return call
+        if self._facts is not None and self._facts.kind is WorkerKind.VLLM_HTTP:
+            return replace(call, headers=[*call.headers, (RANK_HEADER, b"%d" % call.rank)])
+        return replace(call, body=with_rank(call.body, call.rank))
 
     def _head(self, call: Call) -> bytes:
         left_out = self._left_out

@@ -27,6 +27,7 @@ import zmq.asyncio
 from kvherd.adapters.zmq_orders import OrderDesk
 from kvherd.core.engine.generation import Finish, FinishReason, GenerationRequest, TokenDelta
 from kvherd.core.engine.inbox import Inbox
+from kvherd.core.engine.placement import RankPlacement
 from kvherd.core.engine.profile import ProfileRequest
 from kvherd.core.engine.reports import OrderReport, RankFacts, RankLoad
 from kvherd.core.errors import (
@@ -81,6 +82,7 @@ class ZmqScheduler:
         self._all_ready = asyncio.Event()
         self._deserted = asyncio.Event()
         self._deserted.set()
+        self._placement: RankPlacement | None = None
         self._expected = 0
         self._failure: EngineError | None = None
         self._reader = asyncio.TaskGroup()
@@ -166,7 +168,10 @@ class ZmqScheduler:
 
     async def flush(self, *, timeout_s: float, hold: bool = False) -> OrderReport:
         message = ipc.FlushOrder(self._desk.new_id(), timeout_s, hold, time.monotonic())
-        return await self._order(message, timeout_s + ORDER_GRACE_S)
+        report = await self._order(message, timeout_s + ORDER_GRACE_S)
+        if self._placement is not None and report.done:
+            self._placement.cleared()
+        return report
 
     async def state(self, *, timeout_s: float = 5.0) -> OrderReport:
         return await self._order(ipc.StateOrder(self._desk.new_id()), timeout_s)
@@ -229,7 +234,7 @@ class ZmqScheduler:
             raise self._failure
         if request.request in self._streams:
             raise RequestDuplicate(request.request)
-        rank = Rank(request.rank) if request.rank is not None else self._least_loaded()
+        rank = Rank(request.rank) if request.rank is not None else self._place(request)
         prompt_tokens = len(request.prompt_token_ids)
         wire_name = RequestId(f"{request.request}#{next(self._wire_numbers)}")
         stream = _Stream(rank, wire_name, Inbox(prompt_tokens), prompt_tokens)
@@ -256,13 +261,18 @@ class ZmqScheduler:
         with contextlib.suppress(QueueFull):  # a rank that takes no frame at all is dead or will be declared so
             self._send(stream.rank, ipc.Abort(stream.wire_name, reason))
 
-    def _least_loaded(self) -> Rank:
+    def _place(self, request: GenerationRequest) -> Rank:
         if len(self._facts) == 1:
             return next(iter(self._facts))
-        tokens = dict.fromkeys(sorted(self._facts), 0)
+        if self._placement is None:
+            facts = self.ranks[0]
+            blocks = facts.capacity_tokens // facts.block_size
+            self._placement = RankPlacement(block_size=facts.block_size, blocks=blocks)
+        load = dict.fromkeys(sorted(self._facts), (0, 0))
         for stream in self._streams.values():
-            tokens[stream.rank] += stream.waiting_tokens
-        return min(tokens, key=tokens.__getitem__)
+            tokens, requests = load[stream.rank]
+            load[stream.rank] = tokens + stream.waiting_tokens, requests + 1
+        return self._placement.choose(request, load)
 
     # --- orders ------------------------------------------------------------
 

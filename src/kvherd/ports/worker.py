@@ -26,7 +26,7 @@ class WorkerKind(StrEnum):
 class WorkerFacts:
     """What detection learned. `events_url` is where its KV events are, if anywhere; `block_size` 0 is unknown.
 
-    `adapters` are those of the models that are LoRA adapters of the first.
+    `adapters` are those of the models that are LoRA adapters of the first. `addressable`: a call may name its rank.
     """
 
     kind: WorkerKind
@@ -39,12 +39,15 @@ class WorkerFacts:
     events_url: str | None = None
     version: str = ""
     adapters: tuple[str, ...] = ()
+    addressable: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
     """One request on the data path. `body` is what the client sent, untouched; `prompt_token_ids` is what routing
     made of it, if it did (a gRPC worker needs it, an HTTP worker does not). `extra_headers` go into the answer.
+
+    `rank`, of an addressable worker, is to serve it, and the worker finds out how to say so.
 
     `on_first_token` is called at most once, when the first piece of the answer's content goes out; `on_usage` at most
     once, before the answer ends, with what it cost, if the worker says. Both must be cheap and must not raise.
@@ -59,6 +62,7 @@ class Call:
     stream: bool = False
     prompt_token_ids: Sequence[int] | None = None
     extra_headers: Mapping[str, str] = field(default_factory=dict)
+    rank: Rank | None = None
     on_first_token: Callable[[], None] | None = None
     on_usage: Callable[[Usage], None] | None = None
 

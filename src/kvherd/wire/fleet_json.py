@@ -147,6 +147,7 @@ def explanation_header(explanation: Explanation) -> str:
     value = {
         "policy": explanation.policy,
         "chosen": explanation.chosen.worker if explanation.chosen else None,
+        "rank": explanation.chosen.rank if explanation.chosen else None,
         "candidates": [
             {
                 **_candidate(one.candidate),
@@ -165,6 +166,7 @@ def explanation_header(explanation: Explanation) -> str:
 def _candidate(candidate: Candidate) -> Json:
     return {
         "worker": candidate.worker,
+        **({} if candidate.rank is None else {"rank": candidate.rank}),
         "matched_tokens": candidate.matched_tokens,
         "load": candidate.load,
         "kv": candidate.kv.value,

@@ -17,7 +17,14 @@ from kvherd.core.text.choice import ShownToken, TextDelta
 from kvherd.wire.openai.answers import cached_details
 from kvherd.wire.openai.body import parse_object
 from kvherd.wire.openai.fields import Fields
-from kvherd.wire.openai.options import MOST_CHOICES, MOST_TOKENS, MOST_TOP_LOGPROBS, read_limits, read_sampling
+from kvherd.wire.openai.options import (
+    MOST_CHOICES,
+    MOST_TOKENS,
+    MOST_TOP_LOGPROBS,
+    read_limits,
+    read_rank,
+    read_sampling,
+)
 from kvherd.wire.openai.requests import read_prompts
 
 DEFAULT_NEW_TOKENS = 128
@@ -81,6 +88,7 @@ def decode_generate(body: bytes) -> NativeCall:
         n=sampling.integer("n", 1, low=1, high=MOST_CHOICES),
         stream=fields.flag("stream"),
         skip_special_tokens=sampling.flag("skip_special_tokens", default=True),
+        rank=read_rank(fields),
     )
     try:
         prompts = read_prompts(Fields({"prompt": given}))

@@ -3,10 +3,12 @@ from collections.abc import Sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvherd.core.ids import PrefixHash, RequestId, WorkerId
+from kvherd.core.ids import PrefixHash, Rank, RequestId, WorkerId
+from kvherd.core.routing.candidate import Place
 from kvherd.core.routing.optimistic import OptimisticBlocks
 
-ANN, BOB = WorkerId("ann"), WorkerId("bob")
+ANN: Place = (WorkerId("ann"), Rank(0))
+BOB: Place = (WorkerId("bob"), None)
 
 
 def chain(*blocks: int) -> Sequence[PrefixHash]:
@@ -39,7 +41,7 @@ def test_credit_lasts_as_long_as_any_request_that_brings_it() -> None:
 
 
 @given(st.lists(st.tuples(st.sampled_from("rstu"), st.sampled_from([ANN, BOB]), st.integers(0, 5))))
-def test_nothing_is_left_when_all_requests_ended(story: list[tuple[str, WorkerId, int]]) -> None:
+def test_nothing_is_left_when_all_requests_ended(story: list[tuple[str, Place, int]]) -> None:
     blocks = OptimisticBlocks()
     for name, worker, length in story:
         blocks.hold(RequestId(name), worker, chain(*range(length)))

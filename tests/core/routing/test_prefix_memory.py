@@ -1,7 +1,9 @@
-from kvherd.core.ids import PrefixHash, WorkerId
+from kvherd.core.ids import PrefixHash, Rank, WorkerId
+from kvherd.core.routing.candidate import Place
 from kvherd.core.routing.prefix_memory import PrefixMemory
 
-ANN, BOB = WorkerId("ann"), WorkerId("bob")
+ANN: Place = (WorkerId("ann"), Rank(0))
+BOB: Place = (WorkerId("bob"), None)
 
 
 def chain(*blocks: int) -> list[PrefixHash]:
@@ -17,7 +19,7 @@ def test_it_credits_the_leading_blocks_that_were_sent_there() -> None:
 
 
 def test_over_its_bound_the_far_end_of_the_oldest_prompt_goes_first() -> None:
-    memory = PrefixMemory(blocks_per_worker=4)
+    memory = PrefixMemory(blocks_per_place=4)
     memory.sent(ANN, chain(1, 2, 3))
     memory.sent(ANN, chain(7, 8))
     assert memory.match(ANN, chain(1, 2, 3)) == 2
@@ -27,6 +29,6 @@ def test_over_its_bound_the_far_end_of_the_oldest_prompt_goes_first() -> None:
 def test_a_flush_makes_it_forget() -> None:
     memory = PrefixMemory()
     memory.sent(ANN, chain(1))
-    memory.forget(ANN)
-    memory.forget(BOB)
+    memory.forget(ANN[0])
+    memory.forget(BOB[0])
     assert memory.match(ANN, chain(1)) == 0

@@ -116,8 +116,8 @@ class Herd:
         assert member is not None
         return member
 
-    def store(self, worker: WorkerId, text: str) -> None:
-        """That worker says that it holds the blocks of this text."""
+    def store(self, worker: WorkerId, text: str, rank: int = 0) -> None:
+        """That worker says that this rank of it holds the blocks of this text."""
         tokens = text.encode()
         blocks = len(tokens) // 5
         stored = BlocksStored(
@@ -126,7 +126,7 @@ class Herd:
             tuple(tokens[: 5 * blocks]),
             5,
         )
-        self.index.apply(Holder(worker, Rank(0)), KvEventBatch(0, 0.0, Rank(0), (stored,)))
+        self.index.apply(Holder(worker, Rank(rank)), KvEventBatch(0, 0.0, Rank(rank), (stored,)))
 
 
 @asynccontextmanager
@@ -206,6 +206,62 @@ async def test_small_pages_earn_credit_by_sixteen_tokens_and_pairs_by_one_token_
         answer = await it.ask(text[:tokens].decode())
     assert answer.headers["x-kvherd-worker"] == ANN
     assert answer.headers["x-kvherd-predicted-cached-tokens"] == predicted
+
+
+TWO_RANKS = replace(FACTS, ranks=2, addressable=True)
+
+
+async def test_each_rank_that_can_be_named_is_credited_and_chosen_by_itself() -> None:
+    async with herd(FakeWorker(ANN, facts=TWO_RANKS), fake(BOB)) as it:
+        it.store(ANN, "hello worl", rank=1)
+        answer = await it.ask("hello world")
+        (sent,) = it.workers[ANN].calls
+    assert (answer.headers["x-kvherd-worker"], answer.headers["x-kvherd-rank"], sent.rank) == (ANN, "1", 1)
+    assert answer.headers["x-kvherd-predicted-cached-tokens"] == "10"
+
+
+async def test_requests_under_way_count_where_they_were_sent() -> None:
+    async with herd(FakeWorker(ANN, facts=TWO_RANKS, first_byte_s=10.0)) as it:
+        async with asyncio.TaskGroup() as group:
+            for number in range(4):
+                group.create_task(it.ask(f"{number} hello worlds"))
+        ranks = sorted(call.rank for call in it.workers[ANN].calls if call.rank is not None)
+    assert ranks == [0, 0, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("more", "headers"),
+    [
+        ({"data_parallel_rank": 0}, ()),
+        ({"routed_dp_rank": 0}, ()),
+        ({}, ((b"x-data-parallel-rank", b"0"),)),
+    ],
+)
+async def test_a_rank_that_the_client_names_is_the_one_that_serves_it(
+    more: dict[str, object], headers: tuple[tuple[bytes, bytes], ...]
+) -> None:
+    async with herd(FakeWorker(ANN, facts=TWO_RANKS)) as it:
+        it.store(ANN, "hello worl", rank=1)
+        answer = await it.send({"model": "m", "prompt": "hello world", **more}, headers=headers)
+        (sent,) = it.workers[ANN].calls
+    assert (answer.headers["x-kvherd-rank"], sent.rank) == ("0", None), "its own words say it already"
+    assert answer.headers["x-kvherd-predicted-cached-tokens"] == "0"
+
+
+async def test_a_rank_that_there_is_not_is_for_the_worker_to_refuse() -> None:
+    async with herd(FakeWorker(ANN, facts=TWO_RANKS)) as it:
+        answer = await it.ask("hello world", data_parallel_rank=7)
+    assert (answer.headers["x-kvherd-worker"], "x-kvherd-rank" in answer.headers) == (ANN, False)
+
+
+async def test_ranks_that_cannot_be_named_are_credited_with_what_all_of_them_hold() -> None:
+    async with herd(FakeWorker(ANN, facts=replace(FACTS, ranks=2))) as it:
+        it.store(ANN, "hello worl", rank=1)
+        answer = await it.ask("hello world")
+        it.store(ANN, "hello", rank=0)
+        again = await it.ask("hello world")
+    assert answer.headers["x-kvherd-predicted-cached-tokens"] == "0"
+    assert again.headers["x-kvherd-predicted-cached-tokens"] == "5"
 
 
 async def test_the_last_token_is_never_predicted_to_be_cached() -> None:

@@ -172,11 +172,12 @@ async def test_a_prompt_of_a_class_that_differs_is_credited_by_what_was_sent_the
     index.enrol(ANN, model="m")
     blocks = tuple(EngineHash(n) for n in range(len(whole) // 4))
     index.apply_events(Holder(ANN, Rank(0)), [BlocksStored(blocks, None, whole, 4)])
-    assert credit.matches(prompt, [ann])[ANN].kv is KvKnowledge.KNOWN
+    assert credit.matches(prompt, [ann])[ANN, None].kv is KvKnowledge.KNOWN
     counted(ann, [PromptClass.TEXT], ours=1, theirs=2)
-    assert (credit.matches(prompt, [ann])[ANN].kv, credit.matches(prompt, [ann])[ANN].tokens) == (KvKnowledge.UNTOLD, 0)
+    unknown = credit.matches(prompt, [ann])[ANN, None]
+    assert (unknown.kv, unknown.tokens) == (KvKnowledge.UNTOLD, 0)
     credit.sent(RequestId("r"), prompt, ann)
-    again = credit.matches(prompt, [ann])[ANN]
+    again = credit.matches(prompt, [ann])[ANN, None]
     assert again.kv is KvKnowledge.UNTOLD
     assert again.tokens > 0
 
@@ -222,4 +223,4 @@ async def test_the_blocks_of_an_adapter_are_not_those_of_its_base() -> None:
     for model, tokens in (("m", 0), ("tuned", 32)):
         body = json.dumps({"model": model, "prompt": SECRET}).encode()
         prompt = await read_prompt("/v1/completions", body, peek(body), tokenizer, EncodingCache())
-        assert credit.matches(prompt, [ann])[ANN].tokens == tokens
+        assert credit.matches(prompt, [ann])[ANN, None].tokens == tokens

@@ -17,7 +17,7 @@ from typing import NamedTuple, assert_never
 from kvherd.core.fleet.breaker import Breaker, BreakerState
 from kvherd.core.fleet.health import Down, HealthJudge, Suspect, Up
 from kvherd.core.fleet.truth import Truth
-from kvherd.core.ids import RequestId, WorkerId
+from kvherd.core.ids import Rank, RequestId, WorkerId
 from kvherd.core.kv.pages import folded_block
 from kvherd.core.routing.backlog import Backlog
 from kvherd.core.routing.candidate import Candidate, KvKnowledge
@@ -38,6 +38,15 @@ class UnderWay(NamedTuple):
 
     prompt_tokens: int
     since_s: float
+    rank: Rank | None = None
+
+
+class Share(NamedTuple):
+    """What one rank of a worker said that it does."""
+
+    running: int
+    waiting: int
+    used_tokens: int
 
 
 @dataclass(slots=True)
@@ -67,6 +76,8 @@ class Member:
     adapters: tuple[str, ...] = ()
     block_size: int = 0
     ranks: int = 1
+    addressable: bool = False
+    """A request can name the rank that shall serve it."""
     max_context_tokens: int = 0
     capacity_tokens: int = 0
     max_running: int = 0
@@ -79,6 +90,7 @@ class Member:
     running: int = 0
     waiting: int = 0
     used_tokens: int = 0
+    shares: Mapping[Rank, Share] = field(default_factory=dict)
     foreign: int = 0
     """Requests there that are not ours, as it said last."""
     in_flight: dict[RequestId, UnderWay] = field(default_factory=dict)
@@ -91,7 +103,7 @@ class Member:
     health: HealthJudge = field(default_factory=HealthJudge)
     breaker: Breaker = field(default_factory=Breaker)
     rate: PrefillRate = field(default_factory=PrefillRate)
-    backlog: Backlog = field(default_factory=Backlog)
+    backlogs: dict[Rank | None, Backlog] = field(default_factory=dict)
     turnover: Turnover = field(default_factory=Turnover)
     truth: Truth = field(default_factory=Truth)
 
@@ -169,19 +181,29 @@ class Member:
             case state:
                 assert_never(state)
 
-    def candidate(self, now_s: float, *, matched_tokens: int, prompt_tokens: int, kv: KvKnowledge) -> Candidate:
-        """What routing may know of it for one prompt, at this moment."""
+    @property
+    def targets(self) -> tuple[Rank | None, ...]:
+        """What a request can be sent to: each rank by itself, or the worker."""
+        return tuple(map(Rank, range(self.ranks))) if self.addressable and self.ranks > 1 else (None,)
+
+    def candidate(
+        self, now_s: float, *, matched_tokens: int, prompt_tokens: int, kv: KvKnowledge, rank: Rank | None = None
+    ) -> Candidate:
+        """What routing may know of it, or of one of its targets, for one prompt, at this moment."""
+        share, shares = self._share(rank), len(self.targets) if rank is not None else 1
         uncached = max(0, prompt_tokens - matched_tokens)
-        room = self.capacity_tokens - self.used_tokens if self.capacity_tokens else uncached
+        room = self.capacity_tokens // shares - share.used_tokens if self.capacity_tokens else uncached
         evicted = max(0, uncached - max(0, room))
+        in_flight = sum(one.rank == rank for one in self.in_flight.values()) if shares > 1 else len(self.in_flight)
         return Candidate(
             worker=self.worker,
+            rank=rank,
             models=self.models,
             unavailable=self.unavailable(now_s),
-            in_flight=len(self.in_flight),
-            running=self.running,
-            waiting=self.waiting,
-            backlog_s=self.backlog_s(now_s),
+            in_flight=in_flight,
+            running=share.running,
+            waiting=share.waiting,
+            backlog_s=self._backlog(rank).seconds(rate=self.rate.at(now_s), now_s=now_s),
             prefill_tokens_per_s=self.rate.at(now_s),
             matched_tokens=matched_tokens,
             evicted_tokens=evicted,
@@ -192,16 +214,19 @@ class Member:
         )
 
     def backlog_s(self, now_s: float) -> float:
-        """Seconds of prefill promised to it and not yet done."""
-        return self.backlog.seconds(rate=self.rate.at(now_s), now_s=now_s)
+        """Seconds of prefill promised to it and not yet done; of several ranks, to the one that has most."""
+        rate = self.rate.at(now_s)
+        return max((one.seconds(rate=rate, now_s=now_s) for one in self.backlogs.values()), default=0.0)
 
-    def begin(self, request: RequestId, *, prompt_tokens: int, uncached_tokens: int, now_s: float) -> float:
+    def begin(
+        self, request: RequestId, *, prompt_tokens: int, uncached_tokens: int, now_s: float, rank: Rank | None = None
+    ) -> float:
         """A request is sent there; answers the tokens of prefill that are to be done before its first token."""
         self.breaker.begin(now_s)
         self.requests_total += 1
-        self.in_flight[request] = UnderWay(prompt_tokens, now_s)
+        self.in_flight[request] = UnderWay(prompt_tokens, now_s, rank)
         self.turnover.stored(uncached_tokens, now_s)
-        return self.backlog.add(request, uncached_tokens, rate=self.rate.at(now_s), now_s=now_s)
+        return self._backlog(rank).add(request, uncached_tokens, rate=self.rate.at(now_s), now_s=now_s)
 
     def answered(self, request: RequestId, *, now_s: float) -> None:
         """Its first token was seen: a sign of life."""
@@ -210,7 +235,8 @@ class Member:
 
     def prefilled(self, request: RequestId, *, now_s: float) -> None:
         """Its prefill is over, or will never be."""
-        self.backlog.end(request, rate=self.rate.at(now_s), now_s=now_s)
+        for backlog in self.backlogs.values():
+            backlog.end(request, rate=self.rate.at(now_s), now_s=now_s)
 
     def end(self, request: RequestId, *, now_s: float) -> None:
         """It is no longer under way, whatever became of it."""
@@ -220,9 +246,17 @@ class Member:
     def restarted(self) -> None:
         """What was known of its load is of another life."""
         self.running = self.waiting = self.used_tokens = self.foreign = 0
+        self.shares = {}
         self.truth.restarted()
         self.compare_at_s, self.compare_tries = -math.inf, 0
         self.tokenization.clear()
+
+    def _share(self, rank: Rank | None) -> Share:
+        whole = Share(self.running, self.waiting, self.used_tokens)
+        return whole if rank is None else self.shares.get(rank, Share(0, 0, 0))
+
+    def _backlog(self, rank: Rank | None) -> Backlog:
+        return self.backlogs.setdefault(rank, Backlog())
 
 
 class Roster:

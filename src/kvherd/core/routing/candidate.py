@@ -2,8 +2,12 @@
 
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import TypeAlias
 
 from kvherd.core.ids import Rank, WorkerId
+
+Place: TypeAlias = tuple[WorkerId, Rank | None]
+"""A worker, or one rank of it where ranks can be addressed."""
 
 
 class KvKnowledge(StrEnum):
@@ -51,6 +55,10 @@ class Candidate:
     max_context_tokens: int = 0
     kv: KvKnowledge = KvKnowledge.UNTOLD
     weight: float = 1.0
+
+    @property
+    def place(self) -> Place:
+        return self.worker, self.rank
 
     @property
     def load(self) -> int:

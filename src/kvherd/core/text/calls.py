@@ -8,7 +8,10 @@ from kvherd.core.engine.generation import Limits, Sampling
 
 @dataclass(frozen=True, slots=True)
 class CallOptions:
-    """What chat and text completions share. `max_new_tokens` None: as many as the context leaves."""
+    """What chat and text completions share. `max_new_tokens` None: as many as the context leaves.
+
+    `rank` is the data-parallel rank that is to serve it, if that matters to the caller.
+    """
 
     model: str
     sampling: Sampling = field(default_factory=Sampling)
@@ -20,6 +23,7 @@ class CallOptions:
     cache_salt: str | None = None
     user: str | None = None
     skip_special_tokens: bool = True
+    rank: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

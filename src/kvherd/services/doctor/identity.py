@@ -54,7 +54,9 @@ def ranks(chart: Chart) -> Finding:
             "ranks", f"{count} ranks, and ipc:// has room for one", "give it a tcp:// endpoint for its events"
         )
     if count > 1:
-        advice = f"give a bridge --ranks {count}; a request is credited with what all ranks hold"
+        advice = f"give a bridge --ranks {count}"
+        if not chart.facts.addressable:
+            advice += "; it cannot be told which rank to use, so a request is credited with what all ranks hold"
         return warning("ranks", f"{count} data-parallel ranks", advice)
     return ok("ranks", "one rank")
 

@@ -10,7 +10,7 @@ import asyncio
 import json
 import logging
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from kvherd.core.errors import (
@@ -28,8 +28,8 @@ from kvherd.core.errors import (
 )
 from kvherd.core.fleet.retry_budget import RetryBudget
 from kvherd.core.fleet.roster import Member
-from kvherd.core.ids import RequestId, WorkerId
-from kvherd.core.routing.candidate import Ask
+from kvherd.core.ids import Rank, RequestId
+from kvherd.core.routing.candidate import Ask, Place
 from kvherd.core.routing.policy import Explanation, Policy
 from kvherd.ports.completions import Usage
 from kvherd.ports.worker import Call, Responder
@@ -52,6 +52,8 @@ log = logging.getLogger(__name__)
 
 NO_MATCH = Match()
 
+RANKED_PATHS = frozenset({"/v1/chat/completions", "/v1/completions", "/generate"})
+"""Of which engines can be told the rank that is to serve them."""
 STATEFUL_PATHS = frozenset({"/v1/responses"})
 """A second try could store a conversation twice."""
 
@@ -152,23 +154,37 @@ class DataPath:
                     turn.witness.fail(str(error))
             return
 
-    def _choose(self, turn: Turn) -> tuple[Explanation, Mapping[WorkerId, Match]]:
+    def _choose(self, turn: Turn) -> tuple[Explanation, Mapping[Place, Match]]:
         now_s = self._now_s()
         members = self._fleet.roster.select(lambda one: one.worker not in turn.tried)
         matches = self._credit.matches(turn.prompt, members) if self._policy.remembers_prompts else {}
         tokens = turn.prompt.tokens
         candidates = []
         for member in members:
-            match = matches.get(member.worker, NO_MATCH)
-            candidates.append(member.candidate(now_s, matched_tokens=match.tokens, prompt_tokens=tokens, kv=match.kv))
+            for rank in self._targets(turn, member):
+                match = matches.get((member.worker, rank), NO_MATCH)
+                candidates.append(
+                    member.candidate(now_s, matched_tokens=match.tokens, prompt_tokens=tokens, kv=match.kv, rank=rank)
+                )
         ask = Ask(turn.model, tokens, affinity=turn.asked.user or "")
         return self._policy.choose(ask, candidates, self._dice), matches
 
-    def _name(self, turn: Turn, member: Member, matches: Mapping[WorkerId, Match], explanation: Explanation) -> None:
+    def _targets(self, turn: Turn, member: Member) -> Sequence[Rank | None]:
+        """The worker, or those of its ranks that may serve the request. Of a rank that it lacks it tells the client."""
+        if turn.incoming.path not in RANKED_PATHS:
+            return (None,)
+        if turn.wanted_rank is None:
+            return member.targets
+        return (turn.wanted_rank,) if turn.wanted_rank in member.targets else (None,)
+
+    def _name(self, turn: Turn, member: Member, matches: Mapping[Place, Match], explanation: Explanation) -> None:
         """Say in the answer's headers who serves it, and what is expected to be cached there."""
         turn.member = member
-        turn.match = matches.get(member.worker, NO_MATCH)
+        turn.rank = explanation.chosen.rank if explanation.chosen else None
+        turn.match = matches.get((member.worker, turn.rank), NO_MATCH)
         turn.headers = {"x-kvherd-worker": member.worker}
+        if turn.rank is not None:
+            turn.headers["x-kvherd-rank"] = str(turn.rank)
         if turn.predicted is not None:
             turn.headers["x-kvherd-predicted-cached-tokens"] = str(turn.predicted)
         if turn.explain:
@@ -179,13 +195,17 @@ class DataPath:
         turn.uncached = turn.prompt.tokens - (turn.predicted or 0)
         turn.sent_at_s = self._now_s()
         turn.ahead_tokens = member.begin(
-            turn.request, prompt_tokens=turn.prompt.tokens, uncached_tokens=turn.uncached, now_s=turn.sent_at_s
+            turn.request,
+            prompt_tokens=turn.prompt.tokens,
+            uncached_tokens=turn.uncached,
+            now_s=turn.sent_at_s,
+            rank=turn.rank,
         )
         if turn.predicted is not None:
             alone = not turn.prompt.several and not turn.asked.branches
             turn.trial = self._audit.begin(member, turn.match, prompt_tokens=turn.prompt.tokens, alone=alone)
         call, responder = self._edited(turn, member)
-        self._credit.sent(turn.request, turn.prompt, member)
+        self._credit.sent(turn.request, turn.prompt, member, turn.rank)
         try:
             async with asyncio.timeout(self._config.first_byte_s) as patience:
                 turn.witness.on_start = lambda: patience.reschedule(None)
@@ -246,6 +266,7 @@ class DataPath:
             stream=turn.asked.streams,
             prompt_token_ids=None if turn.prompt.several else turn.prompt.token_ids,
             extra_headers=turn.headers,
+            rank=turn.rank if turn.wanted_rank is None else None,
             on_first_token=first_token,
             on_usage=usage,
         )
@@ -304,6 +325,7 @@ class DataPath:
                 "path": turn.incoming.path,
                 "model": turn.model,
                 "worker": turn.member.worker if turn.member else None,
+                "rank": turn.rank,
                 "outcome": turn.outcome,
                 "status": turn.witness.status or None,
                 "tries": len(turn.tried) + (turn.outcome == "answered"),

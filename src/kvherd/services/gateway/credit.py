@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from kvherd.core.fleet.roster import Member
-from kvherd.core.ids import PrefixHash, RequestId, WorkerId
+from kvherd.core.ids import PrefixHash, Rank, RequestId, WorkerId
 from kvherd.core.kv.index import Holder, PrefixIndex
-from kvherd.core.routing.candidate import KvKnowledge
+from kvherd.core.routing.candidate import KvKnowledge, Place
 from kvherd.core.routing.optimistic import OptimisticBlocks
 from kvherd.core.routing.prefix_memory import PrefixMemory
 from kvherd.services.gateway.prompts import BYTES_PER_TOKEN, TEXT_BLOCK_BYTES, Prompt
@@ -48,16 +48,22 @@ class Credit:
         self._coming = OptimisticBlocks()
         self._memory = PrefixMemory()
 
-    def matches(self, prompt: Prompt, members: Iterable[Member]) -> dict[WorkerId, Match]:
+    def matches(self, prompt: Prompt, members: Iterable[Member]) -> dict[Place, Match]:
+        """For every target of each member."""
         found: dict[_Alike, dict[Holder, int]] = {}
-        return {member.worker: self._match(prompt, member, found) for member in members}
+        return {
+            (member.worker, rank): self._match(prompt, member, rank, found)
+            for member in members
+            for rank in member.targets
+        }
 
-    def sent(self, request: RequestId, prompt: Prompt, member: Member) -> None:
-        """The request is on its way to that worker."""
+    def sent(self, request: RequestId, prompt: Prompt, member: Member, rank: Rank | None = None) -> None:
+        """The request is on its way to that worker, and to this rank of it if one was named."""
+        place = member.worker, rank
         if self._known(prompt, member) is KvKnowledge.UNTOLD:
-            self._memory.sent(member.worker, self._estimated_chain(prompt, member))
+            self._memory.sent(place, self._estimated_chain(prompt, member))
         else:
-            self._coming.hold(request, member.worker, self._chain(prompt, member))
+            self._coming.hold(request, place, self._chain(prompt, member))
 
     def ended(self, request: RequestId) -> None:
         self._coming.release(request)
@@ -66,13 +72,15 @@ class Credit:
         """Its cache was flushed, or it is another process now."""
         self._memory.forget(worker)
 
-    def _match(self, prompt: Prompt, member: Member, found: dict[_Alike, dict[Holder, int]]) -> Match:
+    def _match(
+        self, prompt: Prompt, member: Member, rank: Rank | None, found: dict[_Alike, dict[Holder, int]]
+    ) -> Match:
         kv = self._known(prompt, member)
         if kv is KvKnowledge.QUARANTINED:
             return Match(0, kv)
         if kv is KvKnowledge.UNTOLD:
             chain = self._estimated_chain(prompt, member)
-            blocks = self._memory.match(member.worker, chain)
+            blocks = self._memory.match((member.worker, rank), chain)
             return Match(blocks * self._estimated_block_tokens(prompt, member), kv)
         chain = self._chain(prompt, member)
         paired = self._index.bigrams(member.worker)
@@ -80,8 +88,8 @@ class Credit:
         alike = (_namespace(member), _adapter(prompt, member), member.index_block_size, paired)
         if alike not in found:
             found[alike] = self._index.match(chain)
-        by_rank = _held(found[alike], member)
-        held = self._coming.extend(member.worker, chain, min(by_rank))
+        by_rank = _held(found[alike], member, rank)
+        held = self._coming.extend((member.worker, rank), chain, min(by_rank))
         # The last token is always computed: its logits are the answer's first. It makes no pair either.
         most = (prompt.tokens - 1 - paired) // member.index_block_size if member.index_block_size else 0
         return Match(
@@ -113,8 +121,10 @@ class Credit:
         return member.index_block_size or USUAL_BLOCK
 
 
-def _held(found: dict[Holder, int], member: Member) -> list[int]:
-    """Leading blocks that each rank holds. What all hold counts: which of them it uses is the worker's choice."""
+def _held(found: dict[Holder, int], member: Member, rank: Rank | None) -> list[int]:
+    """Leading blocks that the rank holds; without one, that each does: which is used is the worker's choice then."""
+    if rank is not None:
+        return [found.get(Holder(member.worker, rank), 0)]
     counts = [blocks for holder, blocks in found.items() if holder.worker == member.worker]
     return counts + [0] * (max(1, member.ranks) - len(counts))
 

@@ -11,7 +11,7 @@ from typing import Protocol, Self
 
 from kvherd.core.errors import KvherdError, OptionInvalid, WorkerError, WorkerTimedOut, WorkerUnreachable
 from kvherd.core.fleet.health import Down, Up
-from kvherd.core.fleet.roster import Member, Roster
+from kvherd.core.fleet.roster import Member, Roster, Share
 from kvherd.core.fleet.spec import (
     DIRECT,
     SIDECAR,
@@ -265,7 +265,7 @@ class Fleet:
         member.models, member.block_size, member.ranks = facts.models, facts.block_size, facts.ranks
         member.adapters = facts.adapters
         member.max_context_tokens, member.capacity_tokens = facts.max_context_tokens, facts.capacity_tokens
-        member.max_running = facts.max_running
+        member.max_running, member.addressable = facts.max_running, facts.addressable
         if member.events_url is None:
             own = member.worker if member.worker.startswith("grpc://") else None
             member.events_url = facts.events_url or own
@@ -347,6 +347,7 @@ class Fleet:
         except (TimeoutError, WorkerError):
             return  # many servers tell no load; what the gateway sent there is counted anyway
         member.running, member.waiting, member.used_tokens = load.running, load.waiting, load.used_tokens
+        member.shares = {rank: Share(one.running, one.waiting, one.used_tokens) for rank, one in load.ranks.items()}
         # Of ours, those that were under way when it was asked or were sent since may be among them.
         member.foreign = max(0, load.running + load.waiting - outstanding - (member.requests_total - sent))
         if load.capacity_tokens:

@@ -6,13 +6,13 @@ from typing import Protocol
 
 from kvherd.core.errors import WorkerError
 from kvherd.core.fleet.roster import Member
-from kvherd.core.ids import RequestId, WorkerId
+from kvherd.core.ids import Rank, RequestId, WorkerId
 from kvherd.ports.completions import Usage
 from kvherd.services.gateway.audit import Trial
 from kvherd.services.gateway.credit import Match
 from kvherd.services.gateway.prompts import Prompt
 from kvherd.services.gateway.witness import Witness
-from kvherd.wire.openai.routing import Peek
+from kvherd.wire.openai.routing import RANK_HEADER, Peek
 
 
 class Incoming(Protocol):
@@ -56,6 +56,8 @@ class Turn:
     tried: dict[WorkerId, WorkerError] = field(default_factory=dict)
     last_error: WorkerError | None = None
     member: Member | None = None
+    rank: Rank | None = None
+    """That is to serve it, if its worker's ranks can be addressed."""
     match: Match = field(default_factory=Match)
     trial: Trial | None = None
     sampled: bool = False
@@ -67,6 +69,13 @@ class Turn:
     first_token_at_s: float | None = None
     usage: Usage | None = None
     outcome: str = "unserved"
+
+    @property
+    def wanted_rank(self) -> Rank | None:
+        """That the client named."""
+        named = next((value for name, value in self.incoming.headers if name == RANK_HEADER), b"")
+        rank = int(named) if named.isdigit() else self.asked.rank
+        return None if rank is None else Rank(rank)
 
     @property
     def predicted(self) -> int | None:

@@ -42,6 +42,11 @@ def with_full_report(body: bytes, asked: Peek) -> bytes | None:
     return _with_value(body, b"vllm_xargs", own, b"{" + _FULL_REPORT + b"," + own[1:])
 
 
+def with_rank(body: bytes, rank: int) -> bytes:
+    """Name the rank that is to serve it, by the name that every SGLang knows. The body names none."""
+    return _with_member(body, b'"data_parallel_rank":%d' % rank)
+
+
 def with_model(body: bytes, model: str) -> bytes:
     """Ask for this model in place of the one that the body names. Raises `FieldInvalid` if its name cannot be found."""
     for found in reversed(list(_MODEL.finditer(body))):

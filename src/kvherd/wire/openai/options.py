@@ -58,7 +58,14 @@ def read_options(fields: Fields, *, logprobs: int | None) -> CallOptions:
         cache_salt=fields.text("cache_salt", None) or None,
         user=fields.text("user", None),
         skip_special_tokens=fields.flag("skip_special_tokens", default=True),
+        rank=read_rank(fields),
     )
+
+
+def read_rank(fields: Fields) -> int | None:
+    """SGLang's fields, the old and the new, for the rank that is to serve a call."""
+    rank = fields.integer("data_parallel_rank", None, low=0, high=MOST_TOKENS)
+    return fields.integer("routed_dp_rank", rank, low=0, high=MOST_TOKENS)
 
 
 def refuse_what_we_cannot_do(fields: Fields) -> None:

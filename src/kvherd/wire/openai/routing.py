@@ -5,6 +5,9 @@ import msgspec
 from kvherd.core.errors import BodyNotJson, FieldInvalid
 from kvherd.wire.openai.body import body_not_json
 
+RANK_HEADER = b"x-data-parallel-rank"
+"""How vLLM is told which rank is to serve a request."""
+
 
 class Peek(msgspec.Struct, frozen=True):
     """Fields of the body, with their defaults if absent or null; the last ones as undecoded JSON, empty if absent."""
@@ -17,10 +20,17 @@ class Peek(msgspec.Struct, frozen=True):
     max_completion_tokens: int | None = None
     cache_salt: str | None = None
     user: str | None = None
+    data_parallel_rank: int | None = None
+    routed_dp_rank: int | None = None
     messages: msgspec.Raw = msgspec.Raw()
     prompt: msgspec.Raw = msgspec.Raw()
     stream_options: msgspec.Raw = msgspec.Raw()
     vllm_xargs: msgspec.Raw = msgspec.Raw()
+
+    @property
+    def rank(self) -> int | None:
+        """The data-parallel rank that the client wants, under either of SGLang's names for it."""
+        return self.routed_dp_rank if self.data_parallel_rank is None else self.data_parallel_rank
 
     @property
     def branches(self) -> bool:
