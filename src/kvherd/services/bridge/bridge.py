@@ -13,6 +13,7 @@ import grpc.aio
 from kvherd.core.errors import PortInUse, WorkerError
 from kvherd.ports.worker import WorkerFacts
 from kvherd.services.bridge.engine_doors import ANSWER_S
+from kvherd.services.kv_relay.grpc_edge import CONNECTION_OPTIONS
 
 log = logging.getLogger(__name__)
 
@@ -65,12 +66,9 @@ class Bridge:
     async def __aenter__(self) -> Self:
         self._server = grpc.aio.server(
             options=[
-                ("grpc.so_reuseport", 0),
+                *CONNECTION_OPTIONS,
                 ("grpc.max_receive_message_length", _MESSAGE_LIMIT_BYTES),
                 ("grpc.max_send_message_length", _MESSAGE_LIMIT_BYTES),
-                # gateways keep idle connections alive; the default would answer their pings with "too many"
-                ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
-                ("grpc.keepalive_permit_without_calls", 1),
             ]
         )
         await self._front.serve_on(self._server)

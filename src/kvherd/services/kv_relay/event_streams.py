@@ -1,9 +1,15 @@
 """The KV event streams that subscribers hold over gRPC, and their end."""
 
-from kvherd.core.kv.stream import ResumeOutOfRange, StreamRefused
+import asyncio
+from collections import Counter
+
+from kvherd.core.kv.events import KvEventBatch, SnapshotChunk
+from kvherd.core.kv.stream import KvStreamError, ResumeOutOfRange, StreamRefused, SubscriberTooSlow
 from kvherd.ports.kv_stream import KvStream
 from kvherd.services.kv_relay.grpc_edge import Context, OpenCalls
 from kvherd.wire.kv_pb import EPOCH_KEY, decode_subscribe, encode_item
+
+STALL_S = 30.0
 
 
 class EventStreams:
@@ -11,11 +17,15 @@ class EventStreams:
 
     A refusal comes before any header, with the epoch in the trailers: a client that saw headers first would resume
     with the same cursor for ever. An accepted subscription gets its headers at once. `server` is what is stopping
-    when streams end because of `close`.
+    when streams end because of `close`. A subscriber that takes no message for `stall_s` is cut off.
+
+    `counts` has `accepted`, `refused` and `cut_off`, since the start.
     """
 
-    def __init__(self, events: KvStream, *, server: str = "the engine") -> None:
+    def __init__(self, events: KvStream, *, server: str = "the engine", stall_s: float = STALL_S) -> None:
+        self.counts: Counter[str] = Counter()
         self._events = events
+        self._stall_s = stall_s
         self._open = OpenCalls(server)
 
     def __len__(self) -> int:
@@ -27,14 +37,29 @@ class EventStreams:
             subscription = self._events.subscribe(
                 start_sequence_number=call.start_sequence_number, cursors=call.cursors, epoch=call.epoch
             )
-        except StreamRefused as refusal:
-            epoch = refusal.epoch if isinstance(refusal, ResumeOutOfRange) else None
-            context.set_trailing_metadata(((EPOCH_KEY, str(epoch or self._events.epoch)),))
+        except KvStreamError as refusal:
+            self.counts["refused"] += 1
+            if isinstance(refusal, StreamRefused):
+                epoch = refusal.epoch if isinstance(refusal, ResumeOutOfRange) else None
+                context.set_trailing_metadata(((EPOCH_KEY, str(epoch or self._events.epoch)),))
             raise
         async with self._open.one(context):
+            self.counts["accepted"] += 1
             await context.send_initial_metadata(((EPOCH_KEY, str(subscription.epoch)),))
-            async for item in subscription:
+            try:
+                async for item in subscription:
+                    await self._send(item, context)
+            except SubscriberTooSlow:
+                self.counts["cut_off"] += 1
+                raise
+
+    async def _send(self, item: KvEventBatch | SnapshotChunk, context: Context) -> None:
+        """Raises `SubscriberTooSlow`: what is being written is no place in the history, which would bound it."""
+        try:
+            async with asyncio.timeout(self._stall_s):
                 await context.write(encode_item(item))
+        except TimeoutError:
+            raise SubscriberTooSlow(f"no message was taken for {self._stall_s:g} s") from None
 
     def close(self) -> None:
         self._open.close()

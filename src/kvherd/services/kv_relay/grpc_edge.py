@@ -6,7 +6,7 @@ import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from functools import wraps
-from typing import Any, TypeAlias, TypeVar, cast
+from typing import Any, Final, TypeAlias, TypeVar, cast
 
 import grpc
 from smg_grpc_proto.generated import common_pb2
@@ -17,6 +17,19 @@ from kvherd.wire.status import public_message, status_of
 log = logging.getLogger(__name__)
 
 _CHUNK_BYTES = 2**20
+_ABORT_S = 2.0
+"""How long a status may wait behind messages that nobody takes. It is sent all the same once they are taken."""
+
+CONNECTION_OPTIONS: Final = (
+    ("grpc.so_reuseport", 0),
+    # a peer that vanished, or does not even answer pings, ends with its calls after 40 s
+    ("grpc.keepalive_time_ms", 30_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.http2.max_pings_without_data", 0),
+    # gateways keep idle connections alive; the default would answer their pings with "too many"
+    ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+)
 
 Context: TypeAlias = Any
 """A `grpc.aio.ServicerContext`; grpc has no types."""
@@ -29,7 +42,16 @@ async def refuse(context: Context, error: Exception) -> None:
     """End the call with the status of `error`; never returns. An unforeseen one is logged and leaves no detail."""
     if not isinstance(error, KvherdError):
         log.error("an RPC failed unforeseen", exc_info=error)
-    await context.abort(grpc.StatusCode[status_of(error).grpc], public_message(error))
+    await end(context, grpc.StatusCode[status_of(error).grpc], public_message(error))
+
+
+async def end(context: Context, code: grpc.StatusCode, details: str) -> None:
+    """Abort the call, whether or not its caller still reads; never returns."""
+    try:
+        async with asyncio.timeout(_ABORT_S):
+            await context.abort(code, details)
+    except TimeoutError:
+        raise grpc.aio.AbortError from None
 
 
 async def hand_out(archive: bytes, context: Context) -> None:
@@ -80,7 +102,7 @@ class OpenCalls:
                 raise
             task.uncancel()
             try:
-                await context.abort(grpc.StatusCode.UNAVAILABLE, f"{self._server} is stopping")
+                await end(context, grpc.StatusCode.UNAVAILABLE, f"{self._server} is stopping")
             except grpc.aio.InternalError:  # the caller left at the same moment: there is nobody to tell
                 raise asyncio.CancelledError from None
         finally:

@@ -10,6 +10,7 @@ from grpc_reflection.v1alpha import reflection
 from smg_grpc_proto.generated import sglang_scheduler_pb2, sglang_scheduler_pb2_grpc
 
 from kvherd.core.errors import PortInUse
+from kvherd.services.kv_relay.grpc_edge import CONNECTION_OPTIONS
 from kvherd.services.servicer.config import ServicerConfig
 from kvherd.services.servicer.grpc_service import SglangService
 from kvherd.services.servicer.sockets import listen
@@ -36,12 +37,9 @@ async def grpc_server(config: ServicerConfig, service: SglangService, status: He
     listen(config.host, config.port, option="--port").close()
     server = grpc.aio.server(
         options=[
-            ("grpc.so_reuseport", 0),
+            *CONNECTION_OPTIONS,
             ("grpc.max_receive_message_length", config.message_limit_bytes),
             ("grpc.max_send_message_length", config.message_limit_bytes),
-            # gateways keep idle connections alive; the default would answer their pings with "too many"
-            ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
-            ("grpc.keepalive_permit_without_calls", 1),
         ]
     )
     sglang_scheduler_pb2_grpc.add_SglangSchedulerServicer_to_server(service, server)
