@@ -6,6 +6,7 @@ from pathlib import Path
 
 import grpc
 import grpc.aio
+import httpx
 import pytest
 from smg_grpc_proto.generated import common_pb2
 from smg_grpc_proto.generated.vllm_engine_pb2_grpc import VllmEngineStub
@@ -63,6 +64,31 @@ async def test_a_killed_bridge_comes_back_with_everything_and_a_stopped_one_leav
         assert await asyncio.to_thread(second.wait, within_s=5) == 0
         assert "Traceback" not in second.said
         second.assert_nothing_left(ports=[port])
+
+
+async def test_metrics_and_health_are_on_loopback_where_they_were_asked_for_and_gone_with_the_bridge(
+    start: Start, tmp_path: Path
+) -> None:
+    port = free_ports((0, 1, 2))
+    async with FakePublisher(events_endpoint=f"ipc://{tmp_path}/e", replay_endpoint=f"ipc://{tmp_path}/r") as publisher:
+        words = ("bridge", "--engine", "http://127.0.0.1:1", "--listen", f"127.0.0.1:{port}", "--stall-s", "5")
+        sockets = ("--events", publisher.events_endpoint, "--replay", publisher.replay_endpoint)
+        await publisher.publish(BlocksStored((EngineHash(1),), None, (1, 1), 2))
+        bridge = start(*words, *sockets, "--metrics-port", str(port + 1))
+        await snapshot(port, publisher)
+        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port + 1}", timeout=20) as client:
+            assert 'kvherd_bridge_blocks{rank="0"} 1.0' in (await client.get("/metrics")).text
+            health = (await client.get("/health")).json()
+        assert [one["blocks"] for one in health["ranks"]] == [1]
+        assert health["engine"]["up"] is not True
+        second = start("bridge", "--listen", f"127.0.0.1:{port + 2}", "--metrics-port", str(port + 1))
+        assert await asyncio.to_thread(second.wait, within_s=START_S) == 1
+        assert f"port {port + 1} is in use" in second.said
+        assert "--metrics-port" in second.said
+        bridge.signal(signal.SIGTERM)
+        assert await asyncio.to_thread(bridge.wait, within_s=10) == 0
+        assert "Traceback" not in bridge.said
+        bridge.assert_nothing_left(ports=[port, port + 1])
 
 
 @pytest.mark.parametrize(

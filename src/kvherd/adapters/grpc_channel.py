@@ -1,14 +1,16 @@
 """Connections to gRPC workers: how they are kept, and what their statuses mean."""
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import grpc
 import grpc.aio
 
 from kvherd.core.errors import WorkerError, WorkerUnreachable
 from kvherd.core.ids import WorkerId
+from kvherd.wire.grpc_keys import bearer
 from kvherd.wire.status import worker_error
 
 _MOST_MESSAGE_BYTES = 64 << 20
@@ -28,9 +30,24 @@ _OPTIONS = [
 ]
 
 
-def open_channel(target: str) -> grpc.aio.Channel:
-    """A channel to `host:port` or `grpc://host:port`; it connects when first used. To be closed by the caller."""
-    return grpc.aio.insecure_channel(target.removeprefix("grpc://"), options=_OPTIONS)
+def open_channel(target: str, *, api_key: str | None = None) -> grpc.aio.Channel:
+    """A channel to `host:port` or `grpc://host:port`; it connects when first used. To be closed by the caller.
+
+    With `api_key` its calls of one request and one answer have it in their metadata.
+    """
+    keys = [_Bearer(api_key)] if api_key else None
+    return grpc.aio.insecure_channel(target.removeprefix("grpc://"), options=_OPTIONS, interceptors=keys)
+
+
+class _Bearer(grpc.aio.UnaryUnaryClientInterceptor):  # type: ignore[misc] # grpc has no types
+    def __init__(self, api_key: str) -> None:
+        self._pairs = bearer(api_key)
+
+    async def intercept_unary_unary(
+        self, continuation: Callable[..., Any], client_call_details: grpc.aio.ClientCallDetails, request: object
+    ) -> object:
+        metadata = grpc.aio.Metadata(*(client_call_details.metadata or ()), *self._pairs)
+        return await continuation(client_call_details._replace(metadata=metadata), request)
 
 
 async def connect(channel: grpc.aio.Channel, worker: WorkerId) -> None:

@@ -40,9 +40,9 @@ class GrpcWorker:
     `forward` also raises a `CallerError`, before the answer has started, for a request that no worker would take.
     """
 
-    def __init__(self, worker: WorkerId, target: str | None = None) -> None:
+    def __init__(self, worker: WorkerId, target: str | None = None, *, api_key: str | None = None) -> None:
         self._id = worker
-        self._channel = open_channel(target or worker)
+        self._channel = open_channel(target or worker, api_key=api_key)
         self._target = target or worker
         self._sidecar = GrpcSidecar(worker, beside(self._target))
         self._former_sidecars: list[GrpcSidecar] = []

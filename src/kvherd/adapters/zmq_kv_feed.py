@@ -58,7 +58,7 @@ class ZmqFrameFeed:
     """Implements `FrameFeed`. `bind_events`: this side listens and the publisher connects. Entering may raise
     `StartFailed`.
 
-    `bad_frames` counts messages that were not of the form above; the gap that they leave is handled as any other.
+    The gap that a message of another form leaves is handled as any other.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class ZmqFrameFeed:
     ) -> None:
         self.events_endpoint = events_endpoint
         self.replay_endpoint = replay_endpoint
-        self.bad_frames = 0
+        self._bad_frames = 0
         self._topic = topic
         self._bind_events = bind_events
         self._ready: deque[Received] = deque()
@@ -81,6 +81,10 @@ class ZmqFrameFeed:
     @property
     def can_replay(self) -> bool:
         return self.replay_endpoint is not None
+
+    @property
+    def bad_frames(self) -> int:
+        return self._bad_frames
 
     async def __aenter__(self) -> Self:
         self._context = zmq.asyncio.Context()
@@ -177,7 +181,7 @@ class ZmqFrameFeed:
 
     def _frame(self, parts: list[bytes]) -> Frame | None:
         if len(parts) != 2 or len(parts[0]) != 8 or parts[0] == END:
-            self.bad_frames += 1
+            self._bad_frames += 1
             return None
         return Frame(int.from_bytes(parts[0], "big"), parts[1])
 

@@ -29,12 +29,17 @@ from kvherd.core.kv.history import HISTORY_TOKENS
 from kvherd.ports.worker import WorkerFacts
 from kvherd.services.bridge.bridge import Bridge, BridgeConfig, Front
 from kvherd.services.bridge.http_front import HttpFront
+from kvherd.services.bridge.metrics import BridgeMetrics, metrics_app
 from kvherd.services.bridge.proxy import ProxyFront
-from kvherd.services.kv_relay.event_streams import EventStreams
+from kvherd.services.bridge.pulse import Pulse, watched
+from kvherd.services.kv_relay.event_streams import STALL_S, EventStreams
 from kvherd.services.kv_relay.relay import KvRelay, RelayOptions
+from kvherd.services.servicer.http_server import http_server
+from kvherd.services.servicer.sockets import listen
 
 HTTP_EVENTS = "tcp://127.0.0.1:5557"
 """Where vLLM and SGLang publish when they are told nothing else."""
+LOOPBACK = "127.0.0.1"
 _SERVER = "the bridge"
 
 log = logging.getLogger(__name__)
@@ -48,6 +53,8 @@ class BridgePlan:
     engine: str
     feeds: dict[Rank, ZmqFrameFeed]
     relay: RelayOptions
+    stall_s: float = STALL_S
+    metrics_port: int | None = None
     tokenizer_zip: bytes | None = None
     engine_api_key: str | None = field(default=None, repr=False)
 
@@ -88,6 +95,13 @@ def command(
     history_tokens: Annotated[
         int, typer.Option(min=1, help="How far a subscriber may fall behind each rank, in tokens of its events.")
     ] = HISTORY_TOKENS,
+    stall_s: Annotated[
+        float, typer.Option(min=1.0, help="How long a subscriber may take no message before it is cut off, in seconds.")
+    ] = STALL_S,
+    metrics_port: Annotated[
+        int | None,
+        typer.Option(help="Serve /metrics and /health on this port of 127.0.0.1.", show_default="none"),
+    ] = None,
     tokenizer: Annotated[
         Path | None,
         typer.Option(help="The model's directory; gateways learn its tokenizer and chat template from here."),
@@ -120,11 +134,15 @@ def command(
         events = events or HTTP_EVENTS
     feeds = frame_feeds(events, replay, ranks=ranks, bind_events=bind_events) if events else {}
     require_free(host, [port], option="--listen")
+    if metrics_port is not None:
+        require_free(LOOPBACK, [metrics_port], option="--metrics-port")
     plan = BridgePlan(
         config=BridgeConfig(host=host, port=port, ranks=ranks if feeds else None),
         engine=engine,
         feeds=feeds,
         relay=RelayOptions(history_tokens=history_tokens),
+        stall_s=stall_s,
+        metrics_port=metrics_port,
         tokenizer_zip=tokenizer_from_directory(tokenizer).artifact_zip() if tokenizer else None,
         engine_api_key=engine_key(engine_api_key),
     )
@@ -146,31 +164,52 @@ async def run_bridge(plan: BridgePlan) -> None:
         relay = None
         if plan.feeds:
             relay = await stack.enter_async_context(KvRelay(plan.feeds, options=plan.relay))
-        front, identify = _front(plan, relay, stack)
-        bridge = await stack.enter_async_context(Bridge(plan.config, front, identify=identify))
+        streams = None if relay is None else EventStreams(relay, server=_SERVER, stall_s=plan.stall_s)
+        front, engine = _front(plan, relay, streams, stack)
+        bridge = await stack.enter_async_context(Bridge(plan.config, front, identify=engine.identify))
+        if plan.metrics_port is not None:
+            await _show_metrics(plan.metrics_port, BridgeMetrics(relay, streams, Pulse(engine.probe)), stack)
         what = "the KV events and calls" if plan.speaks_grpc else "the KV events"
         log.info("serving %s of %s at grpc://%s:%d", what, plan.engine, plan.config.host, plan.config.port)
         await bridge.announce_engine()
         await asyncio.Event().wait()
 
 
+@dataclass(frozen=True, slots=True)
+class _Engine:
+    """The ways to ask the engine what it is, and whether it is well."""
+
+    identify: Callable[[], Awaitable[WorkerFacts]]
+    probe: Callable[[], Awaitable[None]]
+
+
 def _front(
-    plan: BridgePlan, relay: KvRelay | None, stack: AsyncExitStack
-) -> tuple[Front, Callable[[], Awaitable[WorkerFacts]]]:
-    """What is served for the engine, and the way to ask it what it is; its connections end with `stack`."""
-    name = WorkerId(plan.engine)
-    events = None if relay is None else EventStreams(relay, server=_SERVER)
+    plan: BridgePlan, relay: KvRelay | None, streams: EventStreams | None, stack: AsyncExitStack
+) -> tuple[Front, _Engine]:
+    """What is served for the engine; the connections to it end with `stack`."""
+    name, key = WorkerId(plan.engine), plan.engine_api_key
     flushed = None if relay is None else relay.flushed
     if plan.speaks_grpc:
-        engine, channel = GrpcWorker(name), open_channel(name)
+        engine, channel = GrpcWorker(name, api_key=key), open_channel(name)
         stack.push_async_callback(engine.close)
         stack.push_async_callback(channel.close)
-        return ProxyFront(name, channel, events=events, flushed=flushed, server=_SERVER), engine.identify
-    worker = HttpWorker(name, plan.engine, api_key=plan.engine_api_key)
+        front = ProxyFront(name, channel, events=streams, flushed=flushed, server=_SERVER, api_key=key)
+        return front, _Engine(engine.identify, engine.probe)
+    worker = HttpWorker(name, plan.engine, api_key=key)
     stack.push_async_callback(worker.close)
-    assert events is not None
+    assert streams is not None
     assert flushed is not None, "an engine on HTTP has no events but those on its sockets"
-    return HttpFront(worker, events, flushed=flushed, tokenizer_zip=plan.tokenizer_zip), worker.detect
+    return HttpFront(worker, streams, flushed=flushed, tokenizer_zip=plan.tokenizer_zip), _Engine(
+        worker.detect, worker.probe
+    )
+
+
+async def _show_metrics(port: int, metrics: BridgeMetrics, stack: AsyncExitStack) -> None:
+    """Until `stack` ends."""
+    listener = listen(LOOPBACK, port, option="--metrics-port")
+    await stack.enter_async_context(http_server(metrics_app(metrics), listener, drain_s=1.0))
+    await stack.enter_async_context(watched(metrics.pulse))
+    log.info("metrics and health at http://%s:%d", LOOPBACK, port)
 
 
 def _require_engine(url: str) -> None:

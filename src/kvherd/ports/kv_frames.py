@@ -17,6 +17,11 @@ class FrameFeed(AbstractAsyncContextManager["FrameFeed"], Protocol):
     @property
     def can_replay(self) -> bool: ...
 
+    @property
+    def bad_frames(self) -> int:
+        """Messages of no known form so far, which were passed over."""
+        ...
+
     async def next(self, *, within_s: float) -> Received | Connected | Disconnected | None:
         """The next thing that happens, or None if nothing does in time. Safe to cancel: nothing is lost by it."""
         ...

@@ -107,6 +107,7 @@ class ModelFrames:
     def __init__(self, engine: ModelEngine, *, can_replay: bool = True, room: int = 200) -> None:
         self.engine = engine
         self.can_replay = can_replay
+        self.bad_frames = 0
         self.asked = 0
         self._room = room
         self._queue: deque[Received] = deque()

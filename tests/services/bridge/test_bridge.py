@@ -67,11 +67,14 @@ class FakeVllm:
     silent: bool = False
     metrics: str = METRICS
     profiler: tuple[str, str] = ("404 Not Found", '{"detail": "Not Found"}')
+    api_key: str = ""
 
     async def answer(self, request: RawRequest, _reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         if self.silent:
             await asyncio.Event().wait()
         status, body = self._answer(request.target.partition("?")[0])
+        if self.api_key and request.header("authorization") != f"Bearer {self.api_key}":
+            status, body = "401 Unauthorized", '{"error": "Unauthorized"}'
         writer.write(json_answer(body.encode(), status))
 
     def _answer(self, path: str) -> tuple[str, str]:
@@ -112,12 +115,16 @@ class Stage:
 
 @asynccontextmanager
 async def bridged(
-    *publishers: FakePublisher, port: int | None = None, ranks: int = 1, tokenizer_zip: bytes | None = None
+    *publishers: FakePublisher,
+    port: int | None = None,
+    ranks: int = 1,
+    tokenizer_zip: bytes | None = None,
+    api_key: str = "",
 ) -> AsyncIterator[Stage]:
-    engine, port = FakeVllm(), port or free_ports((0,))
+    engine, port = FakeVllm(api_key=api_key), port or free_ports((0,))
     feeds = {one.rank: ZmqFrameFeed(one.events_endpoint, one.replay_endpoint) for one in publishers}
     async with RawServer(engine.answer) as http:
-        worker = HttpWorker(WorkerId(http.url), http.url)
+        worker = HttpWorker(WorkerId(http.url), http.url, api_key=api_key or None)
         try:
             async with KvRelay(feeds, options=FAST) as relay:
                 streams = EventStreams(relay, server="the bridge")
@@ -453,12 +460,28 @@ async def test_the_tokenizer_that_the_operator_named_is_handed_out_and_no_other(
             assert "without --tokenizer" in await call.details()
 
 
+async def test_an_engine_that_wants_a_key_gets_it_with_every_call() -> None:
+    async with FakePublisher() as publisher, bridged(publisher, api_key="engine's") as at, asyncio.timeout(10):
+        assert (await at.sglang.HealthCheck(sglang_scheduler_pb2.HealthCheckRequest())).healthy
+        assert (await at.sglang.GetModelInfo(sglang_scheduler_pb2.GetModelInfoRequest())).model_path == "smollm2"
+        assert (await at.sglang.GetLoads(sglang_scheduler_pb2.GetLoadsRequest())).loads[0].num_running_reqs == 2
+        assert (await at.sglang.FlushCache(common_pb2.FlushCacheRequest())).success
+        at.engine.api_key = "another"
+        assert not (await at.sglang.HealthCheck(sglang_scheduler_pb2.HealthCheckRequest())).healthy
+
+
 async def test_health_and_reflection_name_both_protocols() -> None:
     async with FakePublisher() as publisher, bridged(publisher) as at:
         health = health_pb2_grpc.HealthStub(at.channel)
         for name in ("", "sglang.grpc.scheduler.SglangScheduler", "vllm.grpc.engine.VllmEngine"):
             answer = await health.Check(health_pb2.HealthCheckRequest(service=name))
             assert answer.status == health_pb2.HealthCheckResponse.SERVING
+            watched = health.Watch(health_pb2.HealthCheckRequest(service=name))
+            assert (await watched.read()).status == health_pb2.HealthCheckResponse.SERVING
+            watched.cancel()
+        with pytest.raises(grpc.aio.AioRpcError) as unknown:
+            await health.Check(health_pb2.HealthCheckRequest(service="some.other.Service"))
+        assert unknown.value.code() is grpc.StatusCode.NOT_FOUND
         assert await find_dialect(at.channel, WorkerId("w")) == DIALECTS[0]
 
 

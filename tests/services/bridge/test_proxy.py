@@ -12,7 +12,8 @@ import grpc.aio
 import pytest
 from smg_grpc_proto.generated import common_pb2, sglang_scheduler_pb2_grpc, vllm_engine_pb2_grpc
 
-from kvherd.adapters.grpc_channel import open_channel
+from kvherd.adapters.grpc_channel import connect, open_channel
+from kvherd.adapters.grpc_worker import GrpcWorker
 from kvherd.adapters.zmq_kv_feed import ZmqFrameFeed
 from kvherd.core.errors import WorkerUnreachable
 from kvherd.core.ids import EngineHash, Rank, WorkerId
@@ -57,13 +58,17 @@ async def nothing_to_say() -> WorkerFacts:
 
 @asynccontextmanager
 async def proxied(
-    *, events: EventStreams | None = None, flushed: Flushed | None = None, drain_s: float = 5.0
+    *,
+    events: EventStreams | None = None,
+    flushed: Flushed | None = None,
+    drain_s: float = 5.0,
+    api_key: str | None = None,
 ) -> AsyncIterator[Stage]:
     port = free_ports((0,))
     async with FakeGrpcEngine() as engine:
         name = WorkerId(f"grpc://127.0.0.1:{engine.port}")
         async with open_channel(name) as upstream:
-            front = ProxyFront(name, upstream, events=events, flushed=flushed, server="the bridge")
+            front = ProxyFront(name, upstream, events=events, flushed=flushed, server="the bridge", api_key=api_key)
             config = BridgeConfig(port=port, drain_s=drain_s)
             async with (
                 grpc.aio.insecure_channel(f"127.0.0.1:{port}", options=LIMITS) as channel,
@@ -90,6 +95,31 @@ async def test_bytes_pass_both_ways_in_order_the_empty_and_the_large_too() -> No
             await call.done_writing()
             assert await call.read() is grpc.aio.EOF
             assert await call.code() is grpc.StatusCode.OK
+
+
+@pytest.mark.parametrize(
+    ("api_key", "told"),
+    [("engine's", ["Bearer engine's"]), (None, ["Bearer client's"])],
+)
+async def test_the_engine_s_key_takes_the_place_of_the_client_s(api_key: str | None, told: list[str]) -> None:
+    async with proxied(api_key=api_key) as at:
+        metadata = (("authorization", "Bearer client's"), ("k", "a"))
+        assert await answers_of(at.ask("Echo", b"x", metadata=metadata)) == [b"x"]
+        ((_, seen, _),) = at.engine.seen
+    assert [value for key, value in seen if key == "authorization"] == told
+    assert ("k", "a") in seen
+
+
+async def test_what_the_bridge_itself_asks_the_engine_has_the_key_too() -> None:
+    async with FakeGrpcEngine() as engine:
+        worker = GrpcWorker(WorkerId(f"grpc://127.0.0.1:{engine.port}"), api_key="engine's")
+        try:
+            await connect(worker._channel, worker.id)
+            assert await worker._channel.unary_unary("/any.Service/Echo")(b"x", metadata=(("k", "a"),)) == b"x"
+        finally:
+            await worker.close()
+        ((_, seen, _),) = engine.seen
+    assert {("authorization", "Bearer engine's"), ("k", "a")} <= set(seen)
 
 
 @pytest.mark.parametrize("request_bytes", [b"", b"one", bytes(3 << 20)], ids=["empty", "small", "large"])

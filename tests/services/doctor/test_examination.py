@@ -71,6 +71,7 @@ class FakeFrames:
     first: int = 0
     answers: bool = True
     can_replay: bool = True
+    bad_frames: int = 0
     refuses: Exception | None = None
     live: asyncio.Queue[bytes] = field(default_factory=asyncio.Queue)
     told: bool = False

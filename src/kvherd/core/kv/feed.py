@@ -120,6 +120,8 @@ class RankFeed:
     """See the module. `can_replay` False: every gap and every new connection ends the life."""
 
     can_replay: bool = True
+    gaps: int = 0
+    """How often a live frame showed that others before it did not come."""
     _cursor: RankCursor = field(default_factory=RankCursor)
     _cut: str = "there was no connection to it yet"
     """Why there is no connection, if there is none."""
@@ -208,6 +210,7 @@ class RankFeed:
                 self._linked = True
                 return []
             case Missing() as gap:
+                self.gaps += 1
                 self._held = frame
                 return [self._ask()] if self.can_replay else self._skip(gap)
             case Restarted():

@@ -19,6 +19,7 @@ from kvherd.core.errors import WorkerUnreachable
 from kvherd.core.ids import WorkerId
 from kvherd.ports.kv_stream import Flushed, KvEventDoor
 from kvherd.services.kv_relay.grpc_edge import Context, OpenCalls, rpc
+from kvherd.wire.grpc_keys import AUTHORIZATION, bearer
 
 _SERVICES: Final = (
     sglang_scheduler_pb2.DESCRIPTOR.services_by_name["SglangScheduler"].full_name,
@@ -57,7 +58,8 @@ class ProxyFront:
     """Implements `services.bridge.bridge.Front` for the engine at the other end of `channel`, which is the caller's.
 
     `events`: who serves SubscribeKvEvents; None: the engine. `flushed` is told of flushes that the engine obeyed.
-    `server` is what is stopping when calls end with it.
+    `server` is what is stopping when calls end with it. With `api_key` every call has it in its metadata, instead of
+    whatever authorization its client sent.
     """
 
     def __init__(
@@ -68,8 +70,9 @@ class ProxyFront:
         events: KvEventDoor | None = None,
         flushed: Flushed | None = None,
         server: str,
+        api_key: str | None = None,
     ) -> None:
-        self._proxy = EngineProxy(engine, channel, flushed=flushed, server=server)
+        self._proxy = EngineProxy(engine, channel, flushed=flushed, server=server, api_key=api_key)
         self._events = events
 
     async def serve_on(self, server: grpc.aio.Server) -> None:
@@ -90,7 +93,16 @@ class ProxyFront:
 class EngineProxy(grpc.GenericRpcHandler):  # type: ignore[misc] # grpc has no types
     """Any method of any service, as the engine has it. `endless` and `calls` are the calls under way."""
 
-    def __init__(self, engine: WorkerId, channel: grpc.aio.Channel, *, flushed: Flushed | None, server: str) -> None:
+    def __init__(
+        self,
+        engine: WorkerId,
+        channel: grpc.aio.Channel,
+        *,
+        flushed: Flushed | None,
+        server: str,
+        api_key: str | None = None,
+    ) -> None:
+        self._authorization = bearer(api_key)
         self._engine = engine
         self._channel = channel
         self._flushed = flushed
@@ -125,6 +137,8 @@ class EngineProxy(grpc.GenericRpcHandler):  # type: ignore[misc] # grpc has no t
     async def _begin(self, method: str, context: Context, requests: "_Requests") -> Upstream:
         lone = await requests.lone()
         metadata, timeout_s = passed_on(context.invocation_metadata()), context.time_remaining()
+        if self._authorization:
+            metadata = (*(pair for pair in metadata if pair[0] != AUTHORIZATION), *self._authorization)
         if lone is not None:
             # All in one go: an engine that refuses before it has read would make a write fail, and hide its status.
             return self._channel.unary_stream(method)(lone, metadata=metadata, timeout=timeout_s)

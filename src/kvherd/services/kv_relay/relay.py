@@ -32,6 +32,7 @@ from kvherd.core.kv.feed import (
     Replaced,
 )
 from kvherd.core.kv.history import HISTORY_TOKENS, RankHistory, roll_base
+from kvherd.core.kv.lag import Lag
 from kvherd.core.kv.live_state import LiveState
 from kvherd.core.kv.stream import (
     BatchUntranslatable,
@@ -42,6 +43,7 @@ from kvherd.core.kv.stream import (
 )
 from kvherd.ports.kv_frames import FrameFeed
 from kvherd.services.kv_relay.life import Life, Subscription
+from kvherd.services.kv_relay.rank_view import RankView
 from kvherd.wire.vllm_kv import KvDecoder, PublishedBatch
 
 log = logging.getLogger(__name__)
@@ -77,6 +79,21 @@ class _RankLine:
         self.taken_back = False
         self.unproved = False
         self.asked_s = 0.0
+        self.lag = Lag()
+
+    def view(self, history: RankHistory, now_s: float) -> RankView:
+        return RankView(
+            self.rank,
+            batches=history.last - history.base,
+            engine_sequence=-1 if self.feed.last is None else self.feed.last,
+            blocks=len(history.state),
+            unknown_before=history.unknown_before,
+            doubt=self.feed.doubt,
+            lag_s=self.lag.last_s,
+            worst_lag_s=self.lag.worst_s(now_s),
+            gaps=self.feed.gaps,
+            bad_frames=self.frames.bad_frames,
+        )
 
     def decode(self, frame: Frame, held: LiveState) -> PublishedBatch:
         """Raises `FrameInvalid` or `BatchUntranslatable`. A life may call its rank what it likes, but always so."""
@@ -110,6 +127,12 @@ class KvRelay:
     @property
     def epoch(self) -> Epoch:
         return self._life.epoch
+
+    @property
+    def ranks(self) -> tuple[RankView, ...]:
+        """How each rank stands at this moment."""
+        now_s = asyncio.get_running_loop().time()
+        return tuple(line.view(self._life.histories[line.rank], now_s) for line in self._lines.values())
 
     def blocks(self, rank: Rank) -> int:
         """How many different blocks the rank is known to hold."""
@@ -256,6 +279,7 @@ class KvRelay:
             self._tell(line, KvEventBatch(frame.sequence, batch.timestamp_s, line.rank, batch.events))
 
     def _tell(self, line: _RankLine, batch: KvEventBatch) -> None:
+        line.lag.seen(time.time() - batch.timestamp_s, asyncio.get_running_loop().time())
         events = batch.events
         match self._barrier.judge(batch, now_s=asyncio.get_running_loop().time()):
             case Current(current):
