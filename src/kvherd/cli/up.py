@@ -22,6 +22,7 @@ from kvherd.cli.up_screen import Screen
 from kvherd.cli.up_supervisor import Part, Supervisor
 from kvherd.core.errors import GatewayUnreachable, OptionInvalid
 from kvherd.core.routing.policy import POLICY_NAMES, make_policy
+from kvherd.services.servicer.profiles import DIRECTORY_VARIABLES as PROFILE_VARIABLES
 
 HOST = "127.0.0.1"
 ENGINES = ("engine-a", "engine-b")
@@ -72,8 +73,13 @@ class Herd:
             require_free(HOST, [base + offset for offset in ENGINE_PORTS], option="--engine-port")
 
     def parts(self, temporary: str) -> list[Part]:
-        """What to start. Temporary files go into a folder of ours: a part that is killed cannot clear its own away."""
+        """What to start. Temporary files go into a folder of ours: a part that is killed cannot clear its own away.
+
+        Profiles outlast it, beside the logs.
+        """
         environment = {"TMPDIR": temporary}
+        if not any(os.environ.get(name) for name in PROFILE_VARIABLES):
+            environment[PROFILE_VARIABLES[0]] = str(self.logs / "profiles")
         return [replace(part, environment=environment) for part in self._parts()]
 
     def _parts(self) -> list[Part]:
