@@ -53,7 +53,11 @@ def command(
         Path | None, typer.Option(exists=True, file_okay=False, help="The model's directory, on this machine.")
     ] = None,
     requests: Annotated[
-        bool, typer.Option("--requests/--no-requests", help="Send three completions of one token each, or none.")
+        bool,
+        typer.Option(
+            "--requests/--no-requests",
+            help="Send three completions of one token (and one to each further rank), or none.",
+        ),
     ] = True,
     engine_api_key: EngineKeyOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON, for programs.")] = False,
@@ -63,8 +67,8 @@ def command(
     Says of each check what was seen: ok, warning (works, and could do better), problem (stands in the way) or unknown
     (could not be seen). Nothing is flushed or changed. To see events come, it sends three completions of one token.
 
-    Takes some seconds, and a minute at the most. Exit code 0 if no problem was found, 1 if one was, 2 for an option
-    that is wrong, 3 if the server cannot be reached.
+    Takes some seconds, two minutes at the most. Exit code 0 if no problem was found, 1 if one was, 2 for an
+    option that is wrong, 3 if the server cannot be reached.
     """
     complaint = _complaint(url, events, replay, tokenizer, bind=bind_events, requests=requests)
     key = engine_key(engine_api_key)

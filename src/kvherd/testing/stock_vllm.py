@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Self
 
+from kvherd.ports.completions import Tokenizer
 from kvherd.testing.paged_cache import PagedCache, Running
 from kvherd.testing.publisher import FakePublisher
 from kvherd.testing.raw_http import SSE_HEAD, RawRequest, RawServer, chunk, json_answer
@@ -26,8 +27,9 @@ Json = dict[str, Any]
 class StockVllm:
     """An async context manager. Entered again after it was left, it is another process at the same endpoints.
 
-    `details` is `--enable-prompt-tokens-details`, `force_usage` is `--enable-force-include-usage`. `step_s` is what a
-    token takes. `asked` has every body of a completion as it came.
+    `details` is `--enable-prompt-tokens-details`, `force_usage` is `--enable-force-include-usage`, `api_key` is
+    `--api-key`. Without `publishes` its events are off, without `replays` it has no replay endpoint by its own word.
+    `step_s` is what a token takes. `asked` has every body of a completion as it came.
     """
 
     blocks: int = 64
@@ -35,9 +37,12 @@ class StockVllm:
     details: bool = True
     force_usage: bool = False
     dev_mode: bool = True
+    publishes: bool = True
+    replays: bool = True
+    api_key: str = ""
     step_s: float = 0.0
     publisher: FakePublisher = field(default_factory=FakePublisher)
-    tokenizer: ByteTokenizer = field(default_factory=ByteTokenizer)
+    tokenizer: Tokenizer = field(default_factory=ByteTokenizer)
     asked: list[bytes] = field(default_factory=list)
     running: int = 0
     waiting: int = 0
@@ -66,6 +71,10 @@ class StockVllm:
     async def _answer(self, request: RawRequest, _reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         path = request.target.partition("?")[0]
         match request.method, path:
+            case method, _ if method != "OPTIONS" and path.startswith("/v1") and not self._is_known(request):
+                writer.write(json_answer(b'{"error":"Unauthorized"}', "401 Unauthorized"))
+            case "OPTIONS", "/reset_prefix_cache" if self.dev_mode:
+                writer.write(json_answer(b'{"detail":"Method Not Allowed"}', "405 Method Not Allowed"))
             case "POST", "/v1/chat/completions" | "/v1/completions":
                 await self._complete(path, request.body, writer)
             case "POST", "/reset_prefix_cache" if self.dev_mode:
@@ -78,6 +87,9 @@ class StockVllm:
             case _:
                 writer.write(json_answer(b'{"detail":"Not Found"}', "404 Not Found"))
 
+    def _is_known(self, request: RawRequest) -> bool:
+        return not self.api_key or request.header("authorization") == f"Bearer {self.api_key}"
+
     @property
     def _pages(self) -> dict[str, bytes]:
         metrics = (
@@ -86,7 +98,13 @@ class StockVllm:
             f'{self.waiting}\nvllm:kv_cache_usage_perc{{engine="0"}} {self.cache.used_share}\n'
         )
         model = {"id": MODEL, "object": "model", "owned_by": "vllm", "max_model_len": 4096}
-        return {
+        publisher = self.publisher
+        events: Json = {"enable_kv_cache_events": self.publishes, "publisher": "zmq" if self.publishes else "null"}
+        events |= {"endpoint": publisher.events_endpoint, "replay_endpoint": None}
+        if self.replays:
+            events["replay_endpoint"] = publisher.replay_endpoint
+        info = {"/server_info": _json({"vllm_config": {"kv_events_config": events}})} if self.dev_mode else {}
+        return info | {
             "/health": json_answer(b""),
             "/version": _json({"version": "0.32.0"}),
             "/v1/models": _json({"object": "list", "data": [model]}),
@@ -135,7 +153,7 @@ class StockVllm:
 
     async def _publish(self) -> None:
         said = self.cache.take_said()
-        if said:
+        if said and self.publishes:
             await self.publisher.publish(*said)
 
     def _name(self, path: str) -> str:

@@ -126,6 +126,8 @@ class Engine(FakeWorker):
     """Its requests bring what its publisher publishes."""
 
     frames: FakeFrames | None = None
+    second: FakeFrames | None = None
+    """Rank 1's."""
     stream: FakeStream | None = None
     tokenizes_s = 0.0
 
@@ -135,7 +137,10 @@ class Engine(FakeWorker):
 
     async def forward(self, call: Call, responder: Responder) -> None:
         await super().forward(call, responder)
-        if self.frames is not None:
+        if self.second is not None and (b"x-data-parallel-rank", b"1") in call.headers:
+            for payload in self.second.publishes:
+                self.second.live.put_nowait(payload)
+        elif self.frames is not None:
             for payload in self.frames.publishes:
                 self.frames.live.put_nowait(payload)
         if self.stream is not None:
@@ -148,6 +153,7 @@ class Patient:
 
     facts: WorkerFacts = VLLM
     frames: FakeFrames = field(default_factory=FakeFrames)
+    second: FakeFrames | None = None
     stream: FakeStream = field(default_factory=FakeStream)
     door: FakeDoor = field(default_factory=lambda: FakeDoor({"OPTIONS /reset_prefix_cache": FakeAnswer(405)}))
     tokens: Callable[[bytes], list[int]] | None = same
@@ -159,7 +165,7 @@ class Patient:
 
     def __post_init__(self) -> None:
         self.worker = Engine(ANN, self.facts, tokens=self.tokens, usage=self.usage)
-        self.worker.frames, self.worker.stream = self.frames, self.stream
+        self.worker.frames, self.worker.second, self.worker.stream = self.frames, self.second, self.stream
 
     async def examined(self, url: str = ANN, **complaint: Any) -> dict[str, Finding]:
         diagnosis = await self.diagnosis(url, **complaint)
@@ -178,7 +184,7 @@ class Patient:
         def frames(events: str, replay: str | None, ranks: int, bind: bool) -> dict[Rank, FakeFrames]:
             self.opened.append((events, replay, ranks, bind))
             self.frames.can_replay = replay is not None
-            return {Rank(0): self.frames}
+            return {Rank(0): self.frames} | ({Rank(1): self.second} if self.second else {})
 
         over_http = url.startswith("http")
         instruments = Instruments(
@@ -242,7 +248,7 @@ async def test_a_server_that_says_nothing_costs_its_deadline() -> None:
     before_s = asyncio.get_running_loop().time()
     diagnosis = await patient.diagnosis()
     assert not diagnosis.reachable
-    assert asyncio.get_running_loop().time() - before_s == 5.0
+    assert asyncio.get_running_loop().time() - before_s == 8.0
 
 
 async def test_a_server_that_hangs_over_everything_is_examined_within_a_minute() -> None:
@@ -310,8 +316,10 @@ async def test_listening_where_somebody_listens_already_is_said() -> None:
 
 
 async def test_a_publisher_that_is_connected_and_silent_is_a_problem() -> None:
-    found = (await Patient(frames=FakeFrames(publishes=[])).examined())["events arrive"]
-    assert found.verdict is Verdict.PROBLEM
+    patient = Patient(frames=FakeFrames(publishes=[]))
+    assert (await patient.examined())["events arrive"].verdict is Verdict.PROBLEM
+    first, second, *_ = (json.loads(call.body)["prompt"] for call in patient.worker.calls)
+    assert first != second, "it may have published before it knew of us"
 
 
 async def test_events_that_cannot_be_read_are_named() -> None:
@@ -420,6 +428,33 @@ async def test_ranks_need_ports() -> None:
     two = replace(VLLM, ranks=2)
     assert (await Patient(facts=two).examined())["ranks"].verdict is Verdict.WARNING
     assert (await Patient(facts=two).examined(events="ipc:///a"))["ranks"].verdict is Verdict.PROBLEM
+
+
+async def test_every_rank_is_sent_a_request_and_heard() -> None:
+    patient = Patient(facts=replace(VLLM, ranks=2), second=FakeFrames())
+    findings = await patient.examined()
+    assert findings["events arrive"].seen == "requests were sent to every rank, and all 2 told of stored blocks"
+    assert findings["replay"].seen.startswith("all 2 ranks answer")
+    named = [dict(call.headers)[b"x-data-parallel-rank"] for call in patient.worker.calls]
+    assert named == [b"0", b"1", b"0", b"0"], "the rest is about one rank's cache"
+
+
+async def test_a_rank_that_is_not_heard_is_named() -> None:
+    patient = Patient(facts=replace(VLLM, ranks=2), second=FakeFrames(publishes=[]))
+    found = (await patient.examined())["events arrive"]
+    assert (found.verdict, "nothing was told of 1 within" in found.seen) == (Verdict.PROBLEM, True)
+
+
+async def test_an_sglang_is_told_the_rank_in_the_body() -> None:
+    patient = Patient(facts=replace(SGLANG, ranks=2), door=FakeDoor())
+    await patient.examined()
+    assert [json.loads(call.body)["routed_dp_rank"] for call in patient.worker.calls] == [0, 1, 0, 1, 0, 0]
+
+
+async def test_a_repeated_prompt_may_have_gone_to_another_rank() -> None:
+    patient = Patient(facts=replace(KVHERD_GRPC, ranks=2), usage=Usage(40, 0, 1))
+    findings = await patient.examined("grpc://ann:1", events=None, replay=None, tokenizer=None)
+    assert findings["cached tokens"].verdict is Verdict.UNKNOWN
 
 
 async def test_sglang_says_itself_where_its_events_are() -> None:

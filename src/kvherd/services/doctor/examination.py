@@ -1,7 +1,7 @@
 """The examination of one server: what is looked at in which order, each step within its time.
 
 Nothing is changed at the server: no cache is flushed, no route called that orders anything. Three completions of one
-token are sent, unless the operator forbids it.
+token are sent, one more for every further rank, and once more if nothing is heard, unless the operator forbids it.
 """
 
 import asyncio
@@ -12,7 +12,8 @@ from kvherd.core.errors import KvherdError, OptionInvalid, WorkerError, WorkerLo
 from kvherd.ports.completions import Tokenizer
 from kvherd.services.doctor import identity
 from kvherd.services.doctor.findings import Diagnosis, Finding, ok, problem, unknown
-from kvherd.services.doctor.hearing import CONNECT_S, EVENT_S, Send, sockets
+from kvherd.services.doctor.heard import EVENT_S, JOIN_S, TRIES
+from kvherd.services.doctor.hearing import CONNECT_S, sockets
 from kvherd.services.doctor.instruments import Chart, Complaint, Instruments
 from kvherd.services.doctor.replay import SILENCE_S
 from kvherd.services.doctor.requests import ANSWER_S, OVERLOADED, Sender
@@ -22,17 +23,17 @@ from kvherd.services.doctor.usage import usage
 
 T = TypeVar("T")
 
-DETECT_S: Final = 5.0
-STEP_S: Final = 3.0
-TOKENIZER_S: Final = 6.0
+DETECT_S: Final = 8.0
+STEP_S: Final = 5.0
+TOKENIZER_S: Final = 10.0
 SERVER_INFO_S: Final = 8.0
 """vLLM looks over its whole machine before its first answer."""
-EVENTS_S: Final = CONNECT_S + ANSWER_S + EVENT_S + SILENCE_S + 1.0
-USAGE_S: Final = 2 * ANSWER_S + 1.0
+EVENTS_S: Final = CONNECT_S + JOIN_S + TRIES * (ANSWER_S + EVENT_S) + SILENCE_S + 1.0
+USAGE_S: Final = 3 * ANSWER_S
 
 
 async def examine(complaint: Complaint, instruments: Instruments, *, nonce: str) -> Diagnosis:
-    """Takes a minute at the most and raises nothing of the server's. `nonce` is a word never used before."""
+    """Takes two minutes at the most and raises nothing of the server's. `nonce` is a word never used before."""
     try:
         async with asyncio.timeout(DETECT_S):
             facts = await instruments.worker.detect()
@@ -77,21 +78,9 @@ async def _events(chart: Chart, instruments: Instruments, sender: Sender | None)
     complaint = chart.complaint
     own = None if chart.over_http else complaint.url
     target = complaint.events or (None if chart.told.endpoint else chart.facts.events_url) or own
-    send = None if sender is None else _send(sender)
     if target is not None and target.startswith("grpc://"):
-        return await stream(chart, instruments, target, send)
-    return await sockets(chart, instruments, send)
-
-
-def _send(sender: Sender) -> Send:
-    async def send() -> str:
-        try:
-            await sender.send()
-        except WorkerError as error:
-            return str(error)
-        return ""
-
-    return send
+        return await stream(chart, instruments, target, sender)
+    return await sockets(chart, instruments, sender)
 
 
 def _unreachable(complaint: Complaint, why: str) -> Diagnosis:

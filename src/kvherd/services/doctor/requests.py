@@ -5,8 +5,8 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from kvherd.core.errors import CallerError, WorkerFailed, WorkerTimedOut
-from kvherd.core.ids import RequestId
+from kvherd.core.errors import CallerError, WorkerError, WorkerFailed, WorkerTimedOut
+from kvherd.core.ids import Rank, RequestId
 from kvherd.ports.completions import Tokenizer, Usage
 from kvherd.ports.worker import Call, Worker
 from kvherd.services.doctor.instruments import Chart
@@ -16,6 +16,7 @@ ANSWER_S = 12.0
 """A server that takes longer for one token is overloaded, and is asked no more."""
 OVERLOADED = "is the server overloaded? Ask again when it is not"
 _SHOWN = 200
+_FIRST = Rank(0)
 
 
 @dataclass(slots=True)
@@ -49,7 +50,7 @@ class _Kept:
 @dataclass(slots=True)
 class Sender:
     """Sends requests to one server. `nonce` makes their prompt new to it; `answered` counts the answers. After one that
-    was `too_slow` no other is sent.
+    was `too_slow` no other is sent. Where a server lets requests name their rank, they name rank 0 if nothing else.
     """
 
     chart: Chart
@@ -59,20 +60,45 @@ class Sender:
     answered: int = 0
     too_slow: bool = False
 
-    async def send(self, *, stream: bool = False) -> Usage | None:
+    @property
+    def ranks(self) -> tuple[Rank, ...]:
+        """Those that a request can be sent to, by name; none where there is but one, or no way to name it."""
+        chart = self.chart
+        count = chart.facts.ranks if chart.over_http and (chart.vllm or chart.sglang) else 1
+        return tuple(map(Rank, range(count))) if count > 1 else ()
+
+    def change_prompt(self) -> None:
+        self.nonce, self.answered = f"again {self.nonce}", 0
+
+    async def send_to_all(self) -> str:
+        """One request to every rank, or one. What went wrong; empty if nothing did."""
+        try:
+            async with asyncio.timeout(ANSWER_S):
+                for rank in self.ranks or (Rank(0),):
+                    await self.send(rank=rank)
+        except TimeoutError:
+            return str(self._slow())
+        except WorkerError as error:
+            return str(error)
+        return ""
+
+    async def send(self, *, stream: bool = False, rank: Rank = _FIRST) -> Usage | None:
         """What the answer said that it cost, None if nothing. Raises a `WorkerError` for anything but an answer in
         time.
         """
         if self.too_slow:
-            raise WorkerTimedOut(self.worker.id, ANSWER_S)
+            raise self._slow()
         try:
             async with asyncio.timeout(ANSWER_S):
-                return await self._send(stream=stream)
+                return await self._send(rank, stream=stream)
         except TimeoutError:
-            self.too_slow = True
-            raise WorkerTimedOut(self.worker.id, ANSWER_S) from None
+            raise self._slow() from None
 
-    async def _send(self, *, stream: bool) -> Usage | None:
+    def _slow(self) -> WorkerTimedOut:
+        self.too_slow = True
+        return WorkerTimedOut(self.worker.id, ANSWER_S)
+
+    async def _send(self, rank: Rank, *, stream: bool) -> Usage | None:
         fields: dict[str, object] = {
             "model": self.chart.model,
             "prompt": self.prompt,
@@ -81,11 +107,16 @@ class Sender:
         }
         if stream:
             fields |= {"stream": True, "stream_options": {"include_usage": True}}
+        headers = [(b"content-type", b"application/json")]
+        if self.ranks and self.chart.vllm:
+            headers.append((b"x-data-parallel-rank", b"%d" % rank))
+        elif self.ranks:
+            fields["routed_dp_rank"] = rank
         told: list[Usage] = []
         call = Call(
             "POST",
             "/v1/completions",
-            [(b"content-type", b"application/json")],
+            headers,
             json.dumps(fields).encode(),
             RequestId(f"kvherd-doctor-{self.nonce}-{'s' if stream else 'w'}"),
             model=self.chart.model,

@@ -9,15 +9,16 @@ from kvherd.core.kv.events import KvEventBatch
 from kvherd.core.kv.stream import EventsUnsupported, KvStreamError
 from kvherd.ports.kv_feed import FeedItem, Subscribed
 from kvherd.services.doctor.findings import Finding, ok, problem, warning
-from kvherd.services.doctor.hearing import Heard, Send, arrived, switch_on, while_sent
+from kvherd.services.doctor.heard import Heard, arrived, switch_on
 from kvherd.services.doctor.instruments import Chart, Instruments
+from kvherd.services.doctor.requests import Sender
 
 ACCEPT_S: Final = 4.0
 
 
-async def stream(chart: Chart, instruments: Instruments, target: str, send: Send | None) -> list[Finding]:
+async def stream(chart: Chart, instruments: Instruments, target: str, sender: Sender | None) -> list[Finding]:
     """Subscribe from zero, and listen while a request is answered."""
-    heard = Heard()
+    heard = Heard(sender)
     try:
         async with (
             instruments.feed(target.removeprefix("grpc://")) as feed,
@@ -25,8 +26,8 @@ async def stream(chart: Chart, instruments: Instruments, target: str, send: Send
         ):
             async with asyncio.timeout(ACCEPT_S):
                 first = await anext(items)
-            if send is not None:
-                await while_sent(send, heard, _follow(items, heard, instruments.wall))
+            if sender is not None:
+                await heard.during(_follow(items, heard, instruments.wall))
     except TimeoutError:
         seen = f"{target} did not accept a subscription within {ACCEPT_S:g} s"
         return [problem("KV events", seen, "look at that server's own log")]
@@ -34,16 +35,16 @@ async def stream(chart: Chart, instruments: Instruments, target: str, send: Send
         return [problem("KV events", f"{target}: {error}", _elsewhere(chart))]
     except KvStreamError as error:
         return [problem("KV events", f"{target}: {error}", "docs/kv-events.md says what each refusal means")]
-    return [_accepted(target, first), *arrived(chart, heard, asked=send is not None)]
+    return [_accepted(target, first), *arrived(chart, heard)]
 
 
 async def _follow(items: AsyncGenerator[FeedItem, None], heard: Heard, wall: Callable[[], float]) -> None:
-    """Until a stored block is told of. What was held before comes as a snapshot, and does not count."""
+    """Until enough was heard. What was held before comes as a snapshot, and does not count."""
     try:
         async for item in items:
             if isinstance(item, KvEventBatch):
                 heard.take(item.events, item.timestamp_s, item.rank, wall())
-                if heard.stored:
+                if heard.enough:
                     return
     except KvStreamError as error:
         heard.refused = str(error)
