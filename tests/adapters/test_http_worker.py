@@ -689,7 +689,6 @@ async def test_a_worker_that_dies_during_a_flush_fails_it() -> None:
     ("url", "why"),
     [
         ("ftp://h", "must begin with http://"),
-        ("https://h", "TLS to workers is not supported yet"),
         ("http://", "names no host"),
         ("http://h:0", "port 0"),
         ("http://h:99999", "no URL"),

@@ -61,7 +61,7 @@ def test_an_empty_file_says_nothing() -> None:
         ('[[workers]]\nurl = "http://a:1"\n\n[[workers]]\nurl = 5', 5, "workers[1].url: expected str, got int"),
         ('[[workers]]\nurl = "http://a:1"\nevnts = "x"', 3, "evnts: is unknown here; there are url, events"),
         ("# first\n[[workers]]\nweight = 2", 2, "workers[0]: misses url"),
-        ('[[workers]]\nurl = "a:1"', 2, "url: 'a:1' is not of the form grpc|http|https://HOST:PORT"),
+        ('[[workers]]\nurl = "a:1"', 2, "url: 'a:1' is not of the form grpc|grpcs|http|https://HOST:PORT"),
         ('[[workers]]\nurl = "http://a:1"\nweight = 0', 3, "weight: must be above 0"),
         ('[[workers]]\nurl = "http://a:1"\nlabels = {sidecar = "b"}', 3, "labels.sidecar: 'b' is not of the form"),
         ('[[workers]]\nurl = "http://a:1"\nbind = true', 3, "bind: says nothing without events"),

@@ -8,13 +8,14 @@ from typing import Any
 import grpc
 import grpc.aio
 
+from kvherd.adapters.tls import ClientTls, trusting_this_machine
 from kvherd.core.errors import WorkerError, WorkerUnreachable
 from kvherd.core.ids import WorkerId
 from kvherd.wire.grpc_keys import bearer
 from kvherd.wire.status import worker_error
 
 _MOST_MESSAGE_BYTES = 64 << 20
-_OPTIONS = [
+_OPTIONS: list[tuple[str, str | int]] = [
     ("grpc.max_receive_message_length", _MOST_MESSAGE_BYTES),
     ("grpc.max_send_message_length", _MOST_MESSAGE_BYTES),
     # a host that vanished without a word is noticed in the middle of a silent prefill, too
@@ -30,13 +31,22 @@ _OPTIONS = [
 ]
 
 
-def open_channel(target: str, *, api_key: str | None = None) -> grpc.aio.Channel:
-    """A channel to `host:port` or `grpc://host:port`; it connects when first used. To be closed by the caller.
+def open_channel(target: str, tls: ClientTls | None = None, *, api_key: str | None = None) -> grpc.aio.Channel:
+    """A channel to `host:port`, `grpc://host:port` or, over TLS, `grpcs://host:port`; it connects when first used.
 
-    With `api_key` its calls of one request and one answer have it in their metadata.
+    To be closed by the caller. `tls` None: trusting whom this machine trusts. With `api_key` its calls of one request
+    and one answer have it in their metadata.
     """
     keys = [_Bearer(api_key)] if api_key else None
-    return grpc.aio.insecure_channel(target.removeprefix("grpc://"), options=_OPTIONS, interceptors=keys)
+    address, secured = grpc_target(target)
+    if secured:
+        return (tls or trusting_this_machine()).grpc_channel(address, _OPTIONS, keys)
+    return grpc.aio.insecure_channel(address, options=_OPTIONS, interceptors=keys)
+
+
+def grpc_target(url: str) -> tuple[str, bool]:
+    """HOST:PORT, and whether it is to be spoken to over TLS."""
+    return url.removeprefix("grpcs://").removeprefix("grpc://"), url.startswith("grpcs://")
 
 
 class _Bearer(grpc.aio.UnaryUnaryClientInterceptor):  # type: ignore[misc] # grpc has no types

@@ -13,6 +13,7 @@ import grpc
 import grpc.aio
 from smg_grpc_proto.generated import common_pb2 as pb
 
+from kvherd.adapters.tls import ClientTls
 from kvherd.core.ids import Epoch, Rank
 from kvherd.core.kv.stream import BatchUntranslatable, EventsUnsupported, StreamBroken, StreamUntranslatable
 from kvherd.ports.kv_feed import FeedItem, Subscribed
@@ -29,7 +30,7 @@ _REFUSAL_S: Final = 0.05
 
 
 class GrpcKvFeed:
-    """Implements `KvFeed`. `target` is HOST:PORT; every subscription has a connection of its own.
+    """Implements `KvFeed`. `target` is HOST:PORT, with `tls` over TLS; every subscription has a connection of its own.
 
     A server that tells no epoch in its headers is a foreign one: `Subscribed(None)`, and the sequence is all there is.
     """
@@ -39,11 +40,11 @@ class GrpcKvFeed:
         target: str,
         *,
         metadata: Sequence[tuple[str, str]] = (),
-        credentials: grpc.ChannelCredentials | None = None,
+        tls: ClientTls | None = None,
     ) -> None:
         self.target = target
         self._metadata = tuple(metadata)
-        self._credentials = credentials
+        self._tls = tls
         self._methods: tuple[str, ...] = METHODS
 
     async def __aenter__(self) -> Self:
@@ -95,9 +96,12 @@ class GrpcKvFeed:
         raise EventsUnsupported
 
     def _channel(self) -> grpc.aio.Channel:
-        options = [("grpc.max_receive_message_length", MAX_MESSAGE_BYTES), ("grpc.use_local_subchannel_pool", 1)]
-        if self._credentials is not None:
-            return grpc.aio.secure_channel(self.target, self._credentials, options=options)
+        options: list[tuple[str, str | int]] = [
+            ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+            ("grpc.use_local_subchannel_pool", 1),
+        ]
+        if self._tls is not None:
+            return self._tls.grpc_channel(self.target, options)
         return grpc.aio.insecure_channel(self.target, options=options)
 
 

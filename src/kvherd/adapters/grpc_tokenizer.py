@@ -7,15 +7,16 @@ import grpc.aio
 from smg_grpc_proto.generated import common_pb2, sglang_scheduler_pb2_grpc
 
 from kvherd.adapters.grpc_channel import open_channel, rpc_errors
+from kvherd.adapters.tls import ClientTls
 from kvherd.adapters.tokenizer import ARCHIVE_LIMIT_BYTES, ModelTokenizer, tokenizer_from_zip
 from kvherd.core.errors import KvherdError, WorkerError, WorkerFailed, WorkerTimedOut
 from kvherd.core.ids import WorkerId
 
 
-async def fetch_tokenizer(target: str, deadline_s: float) -> ModelTokenizer:
-    """The tokenizer of the engine at `host:port` or `grpc://host:port`. Raises `WorkerError`."""
+async def fetch_tokenizer(target: str, deadline_s: float, tls: ClientTls | None = None) -> ModelTokenizer:
+    """The tokenizer of the engine at that target of `open_channel`. Raises `WorkerError`."""
     worker = WorkerId(target if "://" in target else f"grpc://{target}")
-    channel = open_channel(target)
+    channel = open_channel(target, tls)
     try:
         async with asyncio.timeout(deadline_s):
             return await tokenizer_over(channel, worker)

@@ -14,6 +14,7 @@ from kvherd.adapters.grpc_generations import GrpcGenerations, ModelTraits
 from kvherd.adapters.grpc_sidecar import GrpcSidecar, beside
 from kvherd.adapters.grpc_tokenizer import tokenizer_over
 from kvherd.adapters.http_url import http_address
+from kvherd.adapters.tls import ClientTls
 from kvherd.core.errors import FieldInvalid, WorkerFailed, WorkerRefused, WorkerUnreachable, WorkerUnsupported
 from kvherd.core.ids import Rank, WorkerId
 from kvherd.ports.worker import (
@@ -40,11 +41,19 @@ class GrpcWorker:
     `forward` also raises a `CallerError`, before the answer has started, for a request that no worker would take.
     """
 
-    def __init__(self, worker: WorkerId, target: str | None = None, *, api_key: str | None = None) -> None:
+    def __init__(
+        self,
+        worker: WorkerId,
+        target: str | None = None,
+        *,
+        api_key: str | None = None,
+        tls: ClientTls | None = None,
+    ) -> None:
         self._id = worker
-        self._channel = open_channel(target or worker, api_key=api_key)
+        self._tls = tls
+        self._channel = open_channel(target or worker, tls, api_key=api_key)
         self._target = target or worker
-        self._sidecar = GrpcSidecar(worker, beside(self._target))
+        self._sidecar = GrpcSidecar(worker, beside(self._target), tls)
         self._former_sidecars: list[GrpcSidecar] = []
         self._dialect = SGLANG
         self._generations: GrpcGenerations | None = None
@@ -165,7 +174,7 @@ class GrpcWorker:
         address = http_address(url) if url else beside(self._target)
         if address != self._sidecar.address:
             self._former_sidecars.append(self._sidecar)  # an order may be under way there
-            self._sidecar = GrpcSidecar(self._id, address)
+            self._sidecar = GrpcSidecar(self._id, address, self._tls)
 
     async def close(self) -> None:
         for sidecar in (*self._former_sidecars, self._sidecar):

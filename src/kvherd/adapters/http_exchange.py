@@ -8,6 +8,7 @@ import msgspec
 
 from kvherd.adapters.http_pool import HttpPool, UpstreamBroken, UpstreamUnreachable
 from kvherd.adapters.http_url import HttpAddress
+from kvherd.adapters.tls import ClientTls, trusting_this_machine
 from kvherd.core.errors import WorkerFailed, WorkerUnreachable
 from kvherd.core.ids import WorkerId
 
@@ -108,3 +109,9 @@ class HttpAsker:
         except AnswerTooLarge:
             raise WorkerFailed(self._worker, f"its answer to {path} is larger than {_ANSWER_BYTES} bytes") from None
         return sink.answer()
+
+
+def pool_to(address: HttpAddress, tls: ClientTls | None) -> HttpPool:
+    """Over TLS where the address says so; `tls` None: trusting whom this machine trusts."""
+    secured = (tls or trusting_this_machine()) if address.tls else None
+    return HttpPool(address.host, address.port, tls=secured)

@@ -11,6 +11,8 @@ from typing import Protocol, cast
 
 import httptools
 
+from kvherd.adapters.tls import ClientTls, connected, why_untrusted
+
 _SETTLE_BYTES = 64 * 1024
 _HEAD_BYTES = 64 * 1024
 _JOIN_BYTES = 16 * 1024
@@ -241,10 +243,18 @@ class HttpPool:
     """
 
     def __init__(
-        self, host: str, port: int, *, max_connections: int = 1024, idle_s: float = 4.0, connect_timeout_s: float = 5.0
+        self,
+        host: str,
+        port: int,
+        *,
+        tls: ClientTls | None = None,
+        max_connections: int = 1024,
+        idle_s: float = 4.0,
+        connect_timeout_s: float = 5.0,
     ) -> None:
         self._host = host
         self._port = port
+        self._tls = tls
         self._max = max_connections
         self._idle_s = idle_s
         self._connect_timeout_s = connect_timeout_s
@@ -343,11 +353,11 @@ class HttpPool:
         self._connecting += 1
         try:
             async with asyncio.timeout(self._connect_timeout_s):
-                _, made = await self.loop.create_connection(lambda: UpstreamConnection(self), self._host, self._port)
+                made = await connected(self.loop, lambda: UpstreamConnection(self), self._host, self._port, self._tls)
         except TimeoutError:
             raise UpstreamUnreachable(f"no connection within {self._connect_timeout_s:g} s") from None
         except OSError as error:
-            raise UpstreamUnreachable(error.strerror or str(error)) from None
+            raise UpstreamUnreachable(why_untrusted(error)) from None
         finally:
             self._connecting -= 1
             self._let_next_in()

@@ -16,6 +16,7 @@ class HttpAddress:
     host: str
     port: int
     prefix: str = ""
+    tls: bool = False
 
     @property
     def authority(self) -> str:
@@ -29,9 +30,8 @@ def http_address(url: str) -> HttpAddress:
         host, port = parts.hostname, parts.port
     except ValueError as error:
         raise OptionInvalid(_OPTION, f"{url!r} is no URL: {error}") from None
-    if parts.scheme != "http":
-        why = "TLS to workers is not supported yet" if parts.scheme == "https" else "it must begin with http://"
-        raise OptionInvalid(_OPTION, f"{url!r}: {why}")
+    if parts.scheme not in ("http", "https"):
+        raise OptionInvalid(_OPTION, f"{url!r}: it must begin with http:// or https://")
     if not host or not host.isascii() or any(character.isspace() for character in url):
         raise OptionInvalid(_OPTION, f"{url!r} names no host")
     if parts.username is not None or parts.query or parts.fragment:
@@ -39,7 +39,8 @@ def http_address(url: str) -> HttpAddress:
     if port == 0:
         raise OptionInvalid(_OPTION, f"{url!r}: port 0 is none")
     _refuse_link_local(url, host)
-    return HttpAddress(host, port or 80, parts.path.rstrip("/"))
+    tls = parts.scheme == "https"
+    return HttpAddress(host, port or (443 if tls else 80), parts.path.rstrip("/"), tls)
 
 
 def _refuse_link_local(url: str, host: str) -> None:

@@ -5,12 +5,13 @@ from dataclasses import replace
 from typing import assert_never
 
 from kvherd.adapters.http_detect import detect
-from kvherd.adapters.http_exchange import HttpAnswer, HttpAsker
+from kvherd.adapters.http_exchange import HttpAnswer, HttpAsker, pool_to
 from kvherd.adapters.http_flush import flush_by_url, flush_vllm
 from kvherd.adapters.http_load import kvherd_load, metrics_load
 from kvherd.adapters.http_pool import HttpPool, UpstreamBroken, UpstreamUnreachable
 from kvherd.adapters.http_profile import engine_metrics, start_profile, stop_profile
 from kvherd.adapters.http_url import http_address
+from kvherd.adapters.tls import ClientTls
 from kvherd.adapters.usage_sniffer import UsageSniffer
 from kvherd.core.errors import OptionInvalid, WorkerFailed, WorkerRefused, WorkerUnreachable, WorkerUnsupported
 from kvherd.core.ids import WorkerId
@@ -55,11 +56,17 @@ class HttpWorker:
     """
 
     def __init__(
-        self, worker: WorkerId, base_url: str, *, api_key: str | None = None, pool: HttpPool | None = None
+        self,
+        worker: WorkerId,
+        base_url: str,
+        *,
+        api_key: str | None = None,
+        pool: HttpPool | None = None,
+        tls: ClientTls | None = None,
     ) -> None:
         self._id = worker
         self._address = http_address(base_url)
-        self._pool = pool or HttpPool(self._address.host, self._address.port)
+        self._pool = pool or pool_to(self._address, tls)
         self._asker = HttpAsker(worker, self._address, self._pool, api_key=api_key)
         self._host_line = b"host: %b\r\n" % self._address.authority.encode()
         self._auth_line = b"authorization: Bearer %b\r\n" % api_key.encode() if api_key else b""

@@ -10,27 +10,41 @@ from typing import Annotated
 import typer
 import uvloop
 
+from kvherd.adapters.grpc_channel import grpc_target
 from kvherd.adapters.grpc_kv_feed import GrpcKvFeed
 from kvherd.adapters.grpc_tokenizer import fetch_tokenizer
 from kvherd.adapters.grpc_worker import GrpcWorker
 from kvherd.adapters.http_worker import HttpWorker
+from kvherd.adapters.tls import ClientTls, FileServerTls, trusting_this_machine
 from kvherd.adapters.tokenizer import tokenizer_from_directory
 from kvherd.adapters.zmq_endpoints import rank_endpoints, require_apart
 from kvherd.adapters.zmq_kv_feed import ZmqFrameFeed
 from kvherd.cli.engine_key import EngineKeyOption, engine_key
 from kvherd.cli.gateway_client import AdminKeyOption
 from kvherd.cli.gateway_keys import DATA_KEY, AdminKeyFileOption, DataKeyOption, admin_key_given, secret_given
+from kvherd.cli.gateway_tls import (
+    CertOption,
+    ClientCaOption,
+    KeyOption,
+    WorkerCaOption,
+    WorkerCertOption,
+    WorkerKeyOption,
+    WorkerNameOption,
+    own_tls,
+    worker_tls,
+)
 from kvherd.cli.lifetime import until_stopped
 from kvherd.cli.logs import LogLevel, start_logging
 from kvherd.cli.ports import require_free
 from kvherd.cli.worker_words import worker_spec
+from kvherd.core.fleet.spec import GRPC
 from kvherd.core.ids import WorkerId
 from kvherd.core.routing.policy import POLICY_NAMES
 from kvherd.ports.completions import Tokenizer
 from kvherd.ports.kv_feed import EventSource, KvFeed
 from kvherd.ports.worker import Worker
 from kvherd.services.gateway.chat import PathConfig
-from kvherd.services.gateway.fleet import FleetConfig
+from kvherd.services.gateway.fleet_edges import FleetConfig
 from kvherd.services.gateway.gateway import Gateway, GatewayConfig
 from kvherd.services.gateway.heal import HealMode
 from kvherd.services.kv_relay.direct import DirectKvFeed
@@ -69,6 +83,13 @@ def command(
     admin_key: AdminKeyOption = None,
     admin_key_file: AdminKeyFileOption = None,
     api_key: DataKeyOption = None,
+    tls_cert: CertOption = None,
+    tls_key: KeyOption = None,
+    tls_client_ca: ClientCaOption = None,
+    worker_ca: WorkerCaOption = None,
+    worker_cert: WorkerCertOption = None,
+    worker_key: WorkerKeyOption = None,
+    worker_tls_name: WorkerNameOption = None,
     resolve_s: Annotated[
         float, typer.Option(min=1.0, help="How often the host names of workers with resolve=1 are resolved again.")
     ] = 10.0,
@@ -122,23 +143,26 @@ def command(
         fleet=FleetConfig(max_retry_s=max_retry_s),
         path=PathConfig(usage_sample=usage_sample, heal=heal),
     )
+    tls = own_tls(tls_cert, tls_key, tls_client_ca)
+    to_workers = worker_tls(worker_cert, worker_key, worker_ca, worker_tls_name)
     require_free(host, [port], option="--port")
     require_free(host, [grpc_port], option="--grpc-port")
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        serving = run_gateway(gateway_config, engine_api_key=engine_key(engine_api_key))
+        serving = run_gateway(gateway_config, engine_api_key=engine_key(engine_api_key), tls=tls, to_workers=to_workers)
         runner.run(until_stopped(serving, supervised=supervised))
 
 
-def worker_at(url: str, *, engine_api_key: str | None = None) -> Worker:
-    if url.startswith("grpc://"):
-        return GrpcWorker(WorkerId(url))
-    return HttpWorker(WorkerId(url), url, api_key=engine_api_key)
+def worker_at(url: str, *, engine_api_key: str | None = None, tls: ClientTls | None = None) -> Worker:
+    if url.startswith(GRPC):
+        return GrpcWorker(WorkerId(url), tls=tls)
+    return HttpWorker(WorkerId(url), url, api_key=engine_api_key, tls=tls)
 
 
-def feed_of(source: EventSource) -> KvFeed:
+def feed_of(source: EventSource, *, tls: ClientTls | None = None) -> KvFeed:
     """Raises `OptionInvalid` for endpoints that cannot be."""
     if not source.direct:
-        return GrpcKvFeed(source.events.removeprefix("grpc://"))
+        address, secured = grpc_target(source.events)
+        return GrpcKvFeed(address, tls=(tls or trusting_this_machine()) if secured else None)
     live = rank_endpoints(source.events, source.ranks, option="events", listens=source.bind)
     past = rank_endpoints(source.replay, source.ranks, option="replay") if source.replay else {}
     require_apart(live, past)
@@ -147,21 +171,30 @@ def feed_of(source: EventSource) -> KvFeed:
     )
 
 
-async def tokenizer_from(source: str) -> Tokenizer:
+async def tokenizer_from(source: str, *, tls: ClientTls | None = None) -> Tokenizer:
     """From a worker, or from a directory. Raises a `KvherdError`."""
-    if source.startswith("grpc://"):
-        return await fetch_tokenizer(source, TOKENIZER_DEADLINE_S)
+    if source.startswith(GRPC):
+        return await fetch_tokenizer(source, TOKENIZER_DEADLINE_S, tls)
     return await asyncio.to_thread(tokenizer_from_directory, Path(source))
 
 
-async def run_gateway(config: GatewayConfig, *, engine_api_key: str | None = None) -> None:
+async def run_gateway(
+    config: GatewayConfig,
+    *,
+    engine_api_key: str | None = None,
+    tls: FileServerTls | None = None,
+    to_workers: ClientTls | None = None,
+) -> None:
     """Serve until cancelled."""
     gateway = Gateway(
         config,
-        worker_factory=partial(worker_at, engine_api_key=engine_api_key),
-        feed_factory=feed_of,
-        tokenizer_factory=tokenizer_from,
+        worker_factory=partial(worker_at, engine_api_key=engine_api_key, tls=to_workers),
+        feed_factory=partial(feed_of, tls=to_workers),
+        tokenizer_factory=partial(tokenizer_from, tls=to_workers),
+        tls=tls,
+        worker_tls=to_workers,
     )
     async with gateway:
-        log.info("serving at http://%s:%d, orders over gRPC on %d", config.host, config.port, config.grpc_port)
+        scheme = "https" if tls else "http"
+        log.info("serving at %s://%s:%d, orders over gRPC on %d", scheme, config.host, config.port, config.grpc_port)
         await asyncio.Event().wait()

@@ -2,6 +2,8 @@
 
 import http.client
 import json
+import os
+import ssl
 import sys
 from dataclasses import dataclass
 from typing import Annotated, Any
@@ -12,6 +14,7 @@ import typer
 from kvherd.core.errors import GatewayUnreachable, OptionInvalid
 
 ADMIN_KEY = "KVHERD_ADMIN_KEY"
+CLIENT_CERT = "KVHERD_CLIENT_CERT"
 GatewayOption = Annotated[
     str, typer.Option("--gateway", envvar="KVHERD_GATEWAY", metavar="URL", help="The gateway to ask.")
 ]
@@ -33,9 +36,9 @@ def ask(
 ) -> Answer:
     """Raises `GatewayUnreachable` if no HTTP answer comes; no socket operation takes longer than `timeout_s`."""
     url = urlsplit(base_url)
-    if url.scheme != "http" or not url.hostname:
-        raise OptionInvalid("--gateway", f"{base_url!r} is not of the form http://HOST:PORT")
-    connection = http.client.HTTPConnection(url.hostname, url.port or 80, timeout=timeout_s)
+    if url.scheme not in ("http", "https") or not url.hostname:
+        raise OptionInvalid("--gateway", f"{base_url!r} is not of the form http://HOST:PORT or https://HOST:PORT")
+    connection = _connection(url.scheme, url.hostname, url.port, timeout_s)
     try:
         headers = {"Authorization": f"Bearer {admin_key}"} if admin_key else {}
         connection.request(method, url.path.rstrip("/") + path, body=body or None, headers=headers)
@@ -43,10 +46,27 @@ def ask(
         return Answer(response.status, response.read())
     except TimeoutError as error:
         raise GatewayUnreachable(base_url, f"no answer within {timeout_s:g} s") from error
+    except ssl.SSLCertVerificationError as error:
+        trusted = f"{error.verify_message.rstrip('.')} (SSL_CERT_FILE names whom to trust)"
+        raise GatewayUnreachable(base_url, f"its certificate is not trusted: {trusted}") from error
     except (OSError, http.client.HTTPException) as error:
         raise GatewayUnreachable(base_url, getattr(error, "strerror", None) or repr(error)) from error
     finally:
         connection.close()
+
+
+def _connection(scheme: str, host: str, port: int | None, timeout_s: float) -> http.client.HTTPConnection:
+    """Trusts whom this machine trusts, or SSL_CERT_FILE; shows the certificate of KVHERD_CLIENT_CERT."""
+    if scheme == "http":
+        return http.client.HTTPConnection(host, port or 80, timeout=timeout_s)
+    context = ssl.create_default_context()
+    own = os.environ.get(CLIENT_CERT)
+    if own:
+        try:
+            context.load_cert_chain(own, password=lambda: "")
+        except (OSError, ValueError) as error:
+            raise OptionInvalid(CLIENT_CERT, f"{own} does not hold a certificate and its key: {error}") from None
+    return http.client.HTTPSConnection(host, port or 443, timeout=timeout_s, context=context)
 
 
 def ask_json(

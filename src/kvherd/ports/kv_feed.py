@@ -5,6 +5,7 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
+from kvherd.core.fleet.spec import GRPC
 from kvherd.core.ids import Epoch, Rank
 from kvherd.core.kv.events import KvEventBatch, SnapshotChunk
 
@@ -24,7 +25,7 @@ class EventSource:
 
     @property
     def direct(self) -> bool:
-        return not self.events.startswith("grpc://")
+        return not self.events.startswith(GRPC)
 
 
 @dataclass(frozen=True, slots=True)

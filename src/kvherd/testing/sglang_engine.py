@@ -147,11 +147,14 @@ async def _misbehave(how: str, context: Context) -> None:
 
 
 @asynccontextmanager
-async def serving(servicer: ScriptedSglang) -> AsyncIterator[str]:
+async def serving(servicer: ScriptedSglang, *, credentials: grpc.ServerCredentials | None = None) -> AsyncIterator[str]:
     """The address of a server that has this service."""
     server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
     sglang_scheduler_pb2_grpc.add_SglangSchedulerServicer_to_server(servicer, server)
-    port = server.add_insecure_port("127.0.0.1:0")
+    if credentials is None:
+        port = server.add_insecure_port("127.0.0.1:0")
+    else:
+        port = server.add_secure_port("127.0.0.1:0", credentials)
     await server.start()
     try:
         yield f"127.0.0.1:{port}"

@@ -38,7 +38,7 @@ def flush_report(report: FanoutReport) -> Json:
         "workers_flushed": len(report.obeyed),
         "total_workers": len(report.results),
         "total_http_workers": total_with_scheme(report.results, "http", "https"),
-        "total_grpc_workers": total_with_scheme(report.results, "grpc"),
+        "total_grpc_workers": total_with_scheme(report.results, "grpc", "grpcs"),
         "workers": [_result(result) for result in report.results],
     }
 

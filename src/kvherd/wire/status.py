@@ -4,6 +4,7 @@ gRPC codes are names here (`grpc.StatusCode[name]` at the edge); `wire` knows no
 table is a defect and leaves as 500 / INTERNAL without its text.
 """
 
+import re
 from dataclasses import dataclass
 
 from kvherd.core import errors
@@ -71,6 +72,7 @@ TABLE: dict[type[errors.KvherdError], Status] = {
     stream.BatchUntranslatable: Status(502, "FAILED_PRECONDITION", "server_error", "kv_batch_untranslatable"),
 }
 
+_UNTRUSTED = re.compile(r"CERTIFICATE_VERIFY_FAILED: (.+?)(?:: OK)?$")
 _DEFECT = Status(500, "INTERNAL", "server_error", "internal")
 
 
@@ -94,7 +96,8 @@ def worker_error(worker: WorkerId, grpc: str, details: str, *, what: str, after_
 
     `after_s` is the time the worker was given; None: it was given none, so that its own time-out is its failure.
     """
-    reason = details or f"status {grpc}"
+    untrusted = _UNTRUSTED.search(details)
+    reason = f"its certificate is not trusted: {untrusted[1]}" if untrusted else details or f"status {grpc}"
     match grpc:
         case "UNAVAILABLE":
             return errors.WorkerUnreachable(worker, reason)

@@ -121,11 +121,11 @@ async def test_a_worker_is_added_looked_at_and_removed_at_run_time() -> None:
 @pytest.mark.parametrize(
     ("body", "sentence"),
     [
-        ({"url": "bob"}, "url: 'bob' is not of the form grpc|http|https://HOST:PORT"),
+        ({"url": "bob"}, "url: 'bob' is not of the form grpc|grpcs|http|https://HOST:PORT"),
         ({"url": "grpc://bob"}, "url: 'grpc://bob' names no port"),
-        ({"url": "ftp://bob:1"}, "url: 'ftp://bob:1' is not of the form grpc|http|https://HOST:PORT"),
+        ({"url": "ftp://bob:1"}, "url: 'ftp://bob:1' is not of the form grpc|grpcs|http|https://HOST:PORT"),
         ({"url": "http://169.254.1.1:80"}, "url: 169.254.1.1 is a link-local address, which no worker may have"),
-        ({"url": "http://bob:99999"}, "url: 'http://bob:99999' is not of the form grpc|http|https://HOST:PORT"),
+        ({"url": "http://bob:99999"}, "url: 'http://bob:99999' is not of the form grpc|grpcs|http|https://HOST:PORT"),
         ({"url": 5}, "url: must be a text such as grpc://HOST:PORT or http://HOST:PORT"),
         (
             {"url": "http://b:1", "events": "http://b:2"},

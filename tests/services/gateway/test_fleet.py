@@ -15,7 +15,8 @@ from kvherd.core.ids import RequestId, WorkerId
 from kvherd.ports.completions import Tokenizer
 from kvherd.ports.kv_feed import EventSource, KvFeed
 from kvherd.ports.worker import WorkerFacts, WorkerKind, WorkerLoad
-from kvherd.services.gateway.fleet import Fleet, FleetConfig
+from kvherd.services.gateway.fleet import Fleet
+from kvherd.services.gateway.fleet_edges import FleetConfig
 from kvherd.testing.tokenizer import ByteTokenizer
 from kvherd.testing.workers import HOURS, FakeWorker
 
@@ -371,3 +372,27 @@ async def test_a_worker_that_cannot_be_made_is_no_member() -> None:
         with pytest.raises(OptionInvalid, match="cannot be"):
             it.fleet.add(WorkerSpec(ANN))
         assert len(it.fleet.roster) == 0
+
+
+async def test_a_renewed_connection_takes_what_comes_and_the_old_one_ends_with_what_it_has() -> None:
+    made: list[FakeWorker] = []
+
+    def make(url: str) -> FakeWorker:
+        made.append(FakeWorker(WorkerId(url), facts=FACTS))
+        return made[-1]
+
+    async with yard() as it:
+        it.fleet._worker_factory = make
+        member = it.fleet.add(WorkerSpec(ANN, labels={"sidecar": "http://ann:9"}))
+        await asyncio.sleep(0.1)
+        member.begin(RequestId("old"), prompt_tokens=1, uncached_tokens=1, now_s=0.0)
+        it.fleet.renew(lambda worker: worker == ANN)
+        before, after = made
+        assert it.fleet.worker(ANN) is after
+        assert after.sidecar == "http://ann:9"
+        await asyncio.sleep(10)
+        assert (before.closed, member.state) == (False, WorkerState.UP)
+        it.fleet.request_ended(member, RequestId("old"))
+        await asyncio.sleep(10)
+        assert (before.closed, after.closed) == (True, False)
+        assert after.probes > 0

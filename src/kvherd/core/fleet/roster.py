@@ -16,6 +16,7 @@ from typing import NamedTuple, assert_never
 
 from kvherd.core.fleet.breaker import Breaker, BreakerState
 from kvherd.core.fleet.health import Down, HealthJudge, Suspect, Up
+from kvherd.core.fleet.spec import GRPC
 from kvherd.core.fleet.truth import Truth
 from kvherd.core.ids import Rank, RequestId, WorkerId
 from kvherd.core.kv.pages import folded_block
@@ -120,7 +121,7 @@ class Member:
     @property
     def given_tokens(self) -> bool:
         """The gateway makes its tokens: nothing can differ."""
-        return self.worker.startswith("grpc://")
+        return self.worker.startswith(GRPC)
 
     def tokenizes_alike(self, classes: Iterable[PromptClass]) -> bool:
         """It makes the same tokens as the gateway of a prompt of all these classes; none: the tokens are the client's.

@@ -9,6 +9,9 @@ from urllib.parse import urlsplit
 from kvherd.core.errors import OperatorError, OptionInvalid
 from kvherd.core.ids import WorkerId
 
+GRPC: Final = ("grpc://", "grpcs://")
+"""How the addresses of engines on gRPC begin, without and with TLS."""
+
 DIRECT: Final = ("tcp://", "ipc://")
 """How the addresses of an engine's own sockets begin."""
 
@@ -17,6 +20,8 @@ SIDECAR: Final = "sidecar"
 
 HOST: Final = "{host}"
 """Stands for a worker's own address where one entry names several workers."""
+
+SCHEMES: Final = ("grpc", "grpcs", "http", "https")
 
 MOST_LABELS: Final = 32
 _MOST_CHARACTERS: Final = 256
@@ -124,13 +129,13 @@ def events_address(spec: WorkerSpec) -> str | None:
         return spec.events
     if spec.replay or spec.bind:
         raise OptionInvalid("replay" if spec.replay else "bind", "is for events at an engine's own sockets only")
-    if not spec.events.startswith("grpc://"):
+    if not spec.events.startswith(GRPC):
         problem = f"{spec.events!r} is not of the form grpc://HOST:PORT, tcp://HOST:PORT or ipc://PATH"
         raise OptionInvalid("events", problem)
-    return normal_url(spec.events, "events", schemes=("grpc",))
+    return normal_url(spec.events, "events", schemes=("grpc", "grpcs"))
 
 
-def normal_url(url: str, field: str, *, schemes: tuple[str, ...] = ("grpc", "http", "https")) -> str:
+def normal_url(url: str, field: str, *, schemes: tuple[str, ...] = SCHEMES) -> str:
     """`SCHEME://HOST:PORT`, in lower case, with nothing after it. Raises `OptionInvalid` saying what would be right."""
     problem = f"{url!r} is not of the form {'|'.join(schemes)}://HOST:PORT"
     try:
@@ -140,7 +145,7 @@ def normal_url(url: str, field: str, *, schemes: tuple[str, ...] = ("grpc", "htt
         raise OptionInvalid(field, problem) from None
     if parts.scheme not in schemes or not host or parts.username or parts.query or parts.fragment:
         raise OptionInvalid(field, problem)
-    if parts.scheme == "grpc" and port is None:
+    if parts.scheme in ("grpc", "grpcs") and port is None:
         raise OptionInvalid(field, f"{url!r} names no port")
     if host.startswith(("169.254.", "fe80:")):
         raise OptionInvalid(field, f"{host} is a link-local address, which no worker may have")

@@ -28,6 +28,7 @@ from kvherd.core.errors import (
 )
 from kvherd.core.fleet.retry_budget import RetryBudget
 from kvherd.core.fleet.roster import Member
+from kvherd.core.fleet.spec import GRPC
 from kvherd.core.ids import Rank, RequestId
 from kvherd.core.routing.candidate import Ask, Place
 from kvherd.core.routing.policy import Explanation, Policy
@@ -348,7 +349,7 @@ class DataPath:
         if turn.predicted is not None:
             self._metrics.cached(member.worker, turn.predicted, cached)
         # Over HTTP the first token of an answer that does not stream comes with the last.
-        seen = turn.asked.streams or member.worker.startswith("grpc://")
+        seen = turn.asked.streams or member.worker.startswith(GRPC)
         if seen and turn.first_token_at_s is not None:
             prompt_tokens = turn.usage.prompt_tokens if turn.usage else turn.prompt.tokens
             known = turn.predicted if cached is None else cached

@@ -4,16 +4,16 @@ import asyncio
 import contextlib
 import logging
 import random
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from collections.abc import Callable
 from types import TracebackType
-from typing import Protocol, Self
+from typing import Self
 
 from kvherd.core.errors import KvherdError, OptionInvalid, WorkerError, WorkerTimedOut, WorkerUnreachable
 from kvherd.core.fleet.health import Down, Up
 from kvherd.core.fleet.roster import Member, Roster, Share
 from kvherd.core.fleet.spec import (
     DIRECT,
+    GRPC,
     SIDECAR,
     WorkerChange,
     WorkerSpec,
@@ -23,43 +23,13 @@ from kvherd.core.fleet.spec import (
 )
 from kvherd.core.ids import RequestId, WorkerId
 from kvherd.ports.completions import Tokenizer
-from kvherd.ports.kv_feed import EventSource, KvFeed
+from kvherd.ports.kv_feed import EventSource
 from kvherd.ports.worker import Worker, WorkerFacts
+from kvherd.services.gateway.fleet_edges import FeedFactory, FleetConfig, Following, TokenizerFactory, WorkerFactory
 from kvherd.services.gateway.orders import Addressee
 from kvherd.services.gateway.parity import compare
 
 log = logging.getLogger(__name__)
-
-WorkerFactory = Callable[[str], Worker]
-"""Makes a worker from its URL; connects to nothing yet."""
-
-FeedFactory = Callable[[EventSource], KvFeed]
-"""Makes a source of KV events from where they are; connects to nothing yet. Raises `OptionInvalid`."""
-
-TokenizerFactory = Callable[[str], Awaitable[Tokenizer]]
-"""Fetches the tokenizer of the engine behind a gRPC URL, or reads it from a directory. Raises a `KvherdError`."""
-
-
-@dataclass(frozen=True, slots=True)
-class FleetConfig:
-    probe_period_s: float = 2.0
-    probe_deadline_s: float = 2.0
-    detect_deadline_s: float = 5.0
-    tokenizer_deadline_s: float = 30.0
-    retry_s: float = 0.25
-    max_retry_s: float = 5.0
-    drain_s: float = 30.0
-    max_workers: int = 1024
-
-
-class Following(Protocol):
-    """Keeps an index true to the KV events of the workers it was given."""
-
-    def add(self, worker: WorkerId, feed: KvFeed, *, model: str) -> None: ...
-
-    def remove(self, worker: WorkerId) -> None: ...
-
-    def returned(self, worker: WorkerId) -> None: ...
 
 
 class Fleet:
@@ -89,6 +59,7 @@ class Fleet:
         self._wakes: dict[WorkerId, asyncio.Event] = {}
         self._leaving: dict[WorkerId, asyncio.Task[bool]] = {}
         self._last_ended: dict[WorkerId, asyncio.Event] = {}
+        self._retiring: set[asyncio.Task[None]] = set()
         self._tokenizers: dict[str, Tokenizer] = {}
         self._group = asyncio.TaskGroup()
 
@@ -99,7 +70,7 @@ class Fleet:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for task in (*self._tending.values(), *self._leaving.values()):
+        for task in (*self._tending.values(), *self._leaving.values(), *self._retiring):
             task.cancel()
         try:
             # Given the error, the group would wrap it, and a port in use would come out as an exception group.
@@ -157,6 +128,29 @@ class Fleet:
         checked_labels(spec.labels)
         checked_weight(spec.weight)
         self._events_of(spec)
+
+    def renew(self, which: Callable[[WorkerId], bool]) -> None:
+        """Connect anew to these workers, with the certificates of now; requests that are under way end as they are."""
+        for worker in [one.worker for one in self.roster if which(one.worker) and one.leaves_at_s is None]:
+            member, former = self.roster.get(worker), self._workers[worker]
+            if member is None:
+                continue
+            self._workers[worker] = self._worker_factory(worker)
+            self._workers[worker].place_sidecar(member.labels.get(SIDECAR))
+            self._tending[worker].cancel()
+            self._tending[worker] = self._group.create_task(self._tend(member), name=f"tend {worker}")
+            retiring = self._group.create_task(self._retire(former, member, set(member.in_flight)))
+            self._retiring.add(retiring)
+            retiring.add_done_callback(self._retiring.discard)
+
+    async def _retire(self, former: Worker, member: Member, under_way: set[RequestId]) -> None:
+        """Close a connection once nothing of what was under way there is, or after a while."""
+        patience_s = self._now_s() + self._config.retire_s
+        try:
+            while under_way & member.in_flight.keys() and self._now_s() < patience_s:  # noqa: ASYNC110 - rare, and rough
+                await asyncio.sleep(self._config.probe_period_s)
+        finally:
+            await former.close()
 
     def _events_of(self, spec: WorkerSpec) -> str | None:
         """Where the worker's KV events are. Raises `OptionInvalid`."""
@@ -267,11 +261,11 @@ class Fleet:
         member.max_context_tokens, member.capacity_tokens = facts.max_context_tokens, facts.capacity_tokens
         member.max_running, member.addressable = facts.max_running, facts.addressable
         if member.events_url is None:
-            own = member.worker if member.worker.startswith("grpc://") else None
+            own = member.worker if member.worker.startswith(GRPC) else None
             member.events_url = facts.events_url or own
         if member.tokenizer_from is None:
             told = (url for url in (member.events_url, facts.events_url, member.worker) if url)
-            member.tokenizer_from = next((url for url in told if url.startswith("grpc://")), None)
+            member.tokenizer_from = next((url for url in told if url.startswith(GRPC)), None)
         if before is None:
             log.info("worker %s is %s and serves %s", member.worker, member.kind, ", ".join(member.models))
         if facts.models and (facts.models, facts.ranks) != before:

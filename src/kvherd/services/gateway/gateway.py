@@ -15,13 +15,16 @@ from kvherd.core.ids import WorkerId
 from kvherd.core.kv.hashing import PrefixHasher
 from kvherd.core.kv.index import PrefixIndex
 from kvherd.core.routing.policy import Weights, make_policy
+from kvherd.ports.tls import Renewed, ServerTls
 from kvherd.services.gateway.admin import build_app
 from kvherd.services.gateway.audit import Audit
+from kvherd.services.gateway.certificates import CertificateWatch
 from kvherd.services.gateway.chat import DataPath, PathConfig
 from kvherd.services.gateway.config_file import ConfigFile
 from kvherd.services.gateway.console import Console
 from kvherd.services.gateway.credit import Credit
-from kvherd.services.gateway.fleet import FeedFactory, Fleet, FleetConfig, TokenizerFactory, WorkerFactory
+from kvherd.services.gateway.fleet import Fleet
+from kvherd.services.gateway.fleet_edges import FeedFactory, FleetConfig, TokenizerFactory, WorkerFactory
 from kvherd.services.gateway.follow import Followers
 from kvherd.services.gateway.grpc import GatewayGrpc
 from kvherd.services.gateway.heal import HealMode, IdleFlushes
@@ -48,6 +51,7 @@ class GatewayConfig:
     config_file: Path | None = None
     environment: Mapping[str, str] = field(default_factory=dict, repr=False)
     names_period_s: float = 10.0
+    certificates_period_s: float = 2.0
     fleet: FleetConfig = field(default_factory=FleetConfig)
     path: PathConfig = field(default_factory=PathConfig)
     limits: RelayLimits = field(default_factory=RelayLimits)
@@ -70,6 +74,8 @@ class Gateway:
         tokenizer_factory: TokenizerFactory,
         followers: Callable[[PrefixIndex], Followers] = Followers,
         resolve: Resolve = resolve_host,
+        tls: ServerTls | None = None,
+        worker_tls: Renewed | None = None,
     ) -> None:
         self._config = config
         self._policy = make_policy(config.policy, config.weights)
@@ -78,6 +84,8 @@ class Gateway:
         self._tokenizer_factory = tokenizer_factory
         self._followers = followers
         self._resolve = resolve
+        self._tls = tls
+        self._worker_tls = worker_tls
 
     @property
     def port(self) -> int:
@@ -136,6 +144,8 @@ class Gateway:
         )
         metrics.watch(fleet.roster, followers.view, asyncio.get_running_loop().time)
         metrics.watch_keys(keyring)
+        if self._tls is not None:
+            metrics.watch_certificate(self._tls)
         audit = Audit(followers, metrics)
         path = DataPath(
             fleet=fleet,
@@ -147,11 +157,26 @@ class Gateway:
             config=config.path,
         )
         app = build_app(console, policy=config.policy)
+        certificates = CertificateWatch(
+            own=self._tls,
+            workers=self._worker_tls,
+            workers_renewed=lambda: fleet.renew(_keeps_its_certificate),
+            period_s=config.certificates_period_s,
+        )
+        await stack.enter_async_context(certificates)
         console.config = await self._staff(stack, fleet, keyring)
         if config.path.heal is HealMode.FLUSH:
             await stack.enter_async_context(IdleFlushes(fleet, followers.incomplete, flushed, metrics))
-        self._grpc = await stack.enter_async_context(GatewayGrpc(console, host=config.host, port=config.grpc_port))
-        relay = RelayServer(KeyedPath(path, keyring), app, host=config.host, port=config.port, limits=config.limits)
+        grpc = GatewayGrpc(console, host=config.host, port=config.grpc_port, tls=self._tls)
+        self._grpc = await stack.enter_async_context(grpc)
+        relay = RelayServer(
+            KeyedPath(path, keyring),
+            app,
+            host=config.host,
+            port=config.port,
+            limits=config.limits,
+            tls=self._tls.context if self._tls else None,
+        )
         self._relay = await stack.enter_async_context(relay)
 
     async def _staff(self, stack: AsyncExitStack, fleet: Fleet, keyring: Keyring) -> ConfigFile | None:
@@ -171,3 +196,8 @@ class Gateway:
             keyring.replace([*own, *keys])
 
         return await stack.enter_async_context(ConfigFile(config.config_file, apply, config.environment))
+
+
+def _keeps_its_certificate(worker: WorkerId) -> bool:
+    """A channel of gRPC never looks at files again; an HTTP connection is made anew now and then."""
+    return worker.startswith("grpcs://")

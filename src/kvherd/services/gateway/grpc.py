@@ -12,6 +12,7 @@ from grpc_health.v1.health import aio as health_aio
 from grpc_reflection.v1alpha import reflection
 
 from kvherd.core.errors import KvherdError, PortInUse
+from kvherd.ports.tls import ServerTls
 from kvherd.services.gateway.console import Console
 from kvherd.wire.gateway_pb import flush_response, worker_message
 from kvherd.wire.proto import kvherd_gateway_v1_pb2 as pb
@@ -61,8 +62,9 @@ class _Gateway(pb_grpc.GatewayServicer):
 class GatewayGrpc:
     """Serves one console; an async context manager. Raises `PortInUse` at start. `port` 0 takes a free one."""
 
-    def __init__(self, console: Console, *, host: str, port: int) -> None:
+    def __init__(self, console: Console, *, host: str, port: int, tls: ServerTls | None = None) -> None:
         self._console = console
+        self._tls = tls
         self._host = host
         self.port = port
 
@@ -76,7 +78,11 @@ class GatewayGrpc:
         reflection.enable_server_reflection(names, self._server)
         host = f"[{self._host}]" if ":" in self._host else self._host
         try:
-            self.port = self._server.add_insecure_port(f"{host}:{self.port}")
+            address, tls = f"{host}:{self.port}", self._tls
+            if tls is None:
+                self.port = self._server.add_insecure_port(address)
+            else:
+                self.port = self._server.add_secure_port(address, tls.grpc_credentials())
         except RuntimeError:
             await self._server.stop(0)
             raise PortInUse(self.port, "--grpc-port") from None

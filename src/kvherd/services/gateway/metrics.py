@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -11,6 +11,7 @@ from kvherd.core.fleet.keyring import Keyring
 from kvherd.core.fleet.roster import Member, Roster, WorkerState
 from kvherd.core.fleet.truth import Verdict
 from kvherd.core.ids import WorkerId
+from kvherd.ports.tls import ServerTls
 from kvherd.wire.fleet_json import KvView
 
 _TTFT_BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
@@ -97,6 +98,10 @@ class GatewayMetrics:
     def watch_keys(self, keyring: Keyring) -> None:
         """Show what every data key uses whenever the metrics are read."""
         self._registry.register(_KeyCollector(keyring))
+
+    def watch_certificate(self, tls: ServerTls) -> None:
+        gauge = Gauge("kvherd_gateway_certificate_expires_seconds", "Since 1970", registry=self._registry)
+        gauge.set_function(lambda: tls.expires_at_s)
 
     def text(self) -> bytes:
         """The exposition format of Prometheus."""

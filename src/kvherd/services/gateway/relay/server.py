@@ -3,6 +3,7 @@
 import asyncio
 import errno
 import socket
+import ssl
 from types import TracebackType
 from typing import Self
 
@@ -30,6 +31,7 @@ class RelayServer:
         host: str = "127.0.0.1",
         port: int = 0,
         limits: RelayLimits | None = None,
+        tls: ssl.SSLContext | None = None,
         port_option: str = "--port",
         host_option: str = "--host",
     ) -> None:
@@ -38,6 +40,7 @@ class RelayServer:
         self._host = host
         self._port = port
         self._limits = limits or RelayLimits()
+        self._tls = tls
         self._port_option = port_option
         self._host_option = host_option
         self._group = asyncio.TaskGroup()
@@ -59,7 +62,13 @@ class RelayServer:
         self._premises = premises
         await self._group.__aenter__()
         try:
-            self._server = await loop.create_server(lambda: Connection(premises), sock=listener, backlog=_BACKLOG)
+            self._server = await loop.create_server(
+                lambda: Connection(premises),
+                sock=listener,
+                backlog=_BACKLOG,
+                ssl=self._tls,
+                ssl_handshake_timeout=self._limits.head_s if self._tls else None,
+            )
         except BaseException:
             listener.close()
             await self._group.__aexit__(None, None, None)

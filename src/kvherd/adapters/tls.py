@@ -1,0 +1,257 @@
+"""TLS by files that may change: certificates are renewed while a gateway runs, and old connections live on."""
+
+import asyncio
+import logging
+import ssl
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any, Final, TypeVar
+
+import grpc
+
+from kvherd.core.errors import FrameInvalid, OptionInvalid
+from kvherd.wire.certificate import expires_at
+
+log = logging.getLogger(__name__)
+
+DAY_S: Final = 86_400.0
+_WARNS_S: Final = 14 * DAY_S
+
+
+@dataclass(frozen=True, slots=True)
+class TlsFiles:
+    """PEM files of this machine. `authorities` are whom the other side's certificate must come from; None: for a server
+    nobody's is asked for, for a client those that this machine trusts. `server_name` is what a server's certificate
+    must be for, if not the name it is reached by.
+    """
+
+    certificate: Path | None = None
+    key: Path | None = None
+    authorities: Path | None = None
+    server_name: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TlsOptions:
+    """How the options that name the files are called, for messages."""
+
+    certificate: str
+    key: str
+    authorities: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """What the files said when they were read last."""
+
+    certificate: bytes
+    key: bytes
+    authorities: bytes | None
+    expires: datetime | None
+
+
+class _Files:
+    def __init__(self, files: TlsFiles, options: TlsOptions) -> None:
+        self.files = files
+        self._options = options
+        self._seen: object = None
+
+    def changed(self) -> bool:
+        """Since they were read last."""
+        return self._look() != self._seen
+
+    def read(self) -> _Held:
+        """Raises `OptionInvalid` for what is missing, does not belong together, or has expired."""
+        files, options = self.files, self._options
+        self._seen = self._look()
+        if (files.certificate is None) != (files.key is None):
+            missing = options.key if files.key is None else options.certificate
+            raise OptionInvalid(missing, "is missing: a certificate and its key come together")
+        certificate = _bytes_of(files.certificate, options.certificate)
+        held = _Held(
+            certificate or b"",
+            _bytes_of(files.key, options.key) or b"",
+            _bytes_of(files.authorities, options.authorities),
+            self._expiry(certificate) if certificate is not None else None,
+        )
+        if held.authorities is not None:
+            self._expiry(held.authorities, options.authorities, files.authorities)
+        return held
+
+    def load(self, context: ssl.SSLContext) -> None:
+        """Give the context what the files hold. Raises `OptionInvalid`."""
+        files, options = self.files, self._options
+        if files.certificate is not None and files.key is not None:
+            try:
+                # Without a password here OpenSSL would ask the terminal for one.
+                context.load_cert_chain(files.certificate, files.key, password=lambda: "")
+            except (ssl.SSLError, OSError, ValueError) as error:
+                why = getattr(error, "reason", None) or str(error)
+                problem = f"{files.key} is no key of {files.certificate}, or is encrypted ({why})"
+                raise OptionInvalid(options.key, problem) from None
+        if files.authorities is not None:
+            try:
+                context.load_verify_locations(files.authorities)
+            except (ssl.SSLError, OSError) as error:
+                raise OptionInvalid(options.authorities, f"{files.authorities} holds no authorities: {error}") from None
+
+    def _expiry(self, pem: bytes, option: str | None = None, path: Path | None = None) -> datetime:
+        option, path = option or self._options.certificate, path or self.files.certificate
+        try:
+            expires = datetime.fromisoformat(expires_at(pem))
+        except (FrameInvalid, ValueError) as error:
+            raise OptionInvalid(option, f"{path} is no certificate: {error}") from None
+        left_s = expires.timestamp() - time.time()
+        if left_s <= 0:
+            raise OptionInvalid(option, f"the certificate {path} expired on {expires:%Y-%m-%d at %H:%M} UTC; renew it")
+        if left_s < _WARNS_S:
+            log.warning("the certificate %s expires in %.1f days", path, left_s / DAY_S)
+        return expires
+
+    def _look(self) -> object:
+        return tuple(_signature(one) for one in (self.files.certificate, self.files.key, self.files.authorities))
+
+
+class FileServerTls:
+    """Implements `ports.tls.ServerTls`. Raises `OptionInvalid` for files that cannot be used.
+
+    With `authorities`, a client without a certificate from one of them is turned away.
+    """
+
+    def __init__(self, files: TlsFiles, options: TlsOptions) -> None:
+        self._files = _Files(files, options)
+        if files.certificate is None:
+            raise OptionInvalid(options.certificate, "is missing: a server has a certificate and its key")
+        self._held = self._files.read()
+        self._newest = self._made()
+        self._context = self._made()
+        # Every handshake asks; the context that a listener was given at its start stands for whichever is newest.
+        self._context.sni_callback = self._give_newest
+
+    @property
+    def context(self) -> ssl.SSLContext:
+        return self._context
+
+    @property
+    def expires_at_s(self) -> float:
+        return self._held.expires.timestamp() if self._held.expires else 0.0
+
+    def grpc_credentials(self) -> grpc.ServerCredentials:
+        wants_clients = self._held.authorities is not None
+        return grpc.dynamic_ssl_server_credentials(self._grpc_configuration(), self._grpc_configuration, wants_clients)
+
+    def refresh(self) -> bool:
+        if not self._files.changed():
+            return False
+        try:
+            held = self._files.read()
+            newest = self._made()
+        except OptionInvalid as error:
+            log.warning("TLS stays as it was: %s", error)
+            return False
+        self._held, self._newest = held, newest
+        log.info("read the certificate %s again", self._files.files.certificate)
+        return True
+
+    def _made(self) -> ssl.SSLContext:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.set_alpn_protocols(["http/1.1"])
+        self._files.load(context)
+        if self._files.files.authorities is not None:
+            context.verify_mode = ssl.CERT_REQUIRED
+        return context
+
+    def _give_newest(self, connection: ssl.SSLObject | ssl.SSLSocket, _name: str | None, _: ssl.SSLContext) -> None:
+        connection.context = self._newest
+
+    def _grpc_configuration(self) -> grpc.ServerCertificateConfiguration:
+        held = self._held
+        return grpc.ssl_server_certificate_configuration([(held.key, held.certificate)], held.authorities)
+
+
+class ClientTls:
+    """TLS to workers, over HTTP and gRPC. Raises `OptionInvalid` for files that cannot be used."""
+
+    def __init__(self, files: TlsFiles, options: TlsOptions) -> None:
+        self._files = _Files(files, options)
+        self._take()
+
+    @property
+    def server_name(self) -> str | None:
+        return self._files.files.server_name
+
+    def refresh(self) -> bool:
+        """As `ports.tls.Renewed.refresh`; connections that are made from now on use what is new."""
+        if not self._files.changed():
+            return False
+        try:
+            self._take()
+        except OptionInvalid as error:
+            log.warning("TLS to workers stays as it was: %s", error)
+            return False
+        return True
+
+    def grpc_channel(
+        self, target: str, options: list[tuple[str, str | int]], interceptors: list[Any] | None = None
+    ) -> grpc.aio.Channel:
+        """A channel to HOST:PORT; to be closed by the caller."""
+        named = [("grpc.ssl_target_name_override", self.server_name)] if self.server_name else []
+        return grpc.aio.secure_channel(target, self.credentials, options=[*options, *named], interceptors=interceptors)
+
+    def _take(self) -> None:
+        held = self._files.read()
+        context = ssl.create_default_context() if held.authorities is None else ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        context.set_alpn_protocols(["http/1.1"])
+        self._files.load(context)
+        self.context = context
+        self.credentials = grpc.ssl_channel_credentials(held.authorities, held.key or None, held.certificate or None)
+
+
+def trusting_this_machine() -> ClientTls:
+    """No certificate of one's own, and the authorities that this machine trusts."""
+    return ClientTls(TlsFiles(), TlsOptions("", "", ""))
+
+
+_Made = TypeVar("_Made", bound=asyncio.Protocol)
+
+
+async def connected(
+    loop: asyncio.AbstractEventLoop, make: Callable[[], _Made], host: str, port: int, tls: ClientTls | None
+) -> _Made:
+    """A protocol of the event loop's, connected. Raises `OSError`, which `why_untrusted` explains."""
+    if tls is None:
+        _, made = await loop.create_connection(make, host, port)
+    else:
+        _, made = await loop.create_connection(
+            make, host, port, ssl=tls.context, server_hostname=tls.server_name or host
+        )
+    return made
+
+
+def why_untrusted(error: OSError) -> str:
+    """What a connection that failed says of the other side, for people."""
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return f"its certificate is not trusted: {error.verify_message.rstrip('.')}"
+    if isinstance(error, ssl.SSLError):
+        return f"TLS with it failed: {(error.reason or str(error)).lower().replace('_', ' ')}"
+    return error.strerror or str(error)
+
+
+def _bytes_of(path: Path | None, option: str) -> bytes | None:
+    if path is None:
+        return None
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise OptionInvalid(option, f"cannot read {path}: {error.strerror}") from None
+
+
+def _signature(path: Path | None) -> tuple[int, int, int] | None:
+    try:
+        seen = path.stat() if path is not None else None
+    except OSError:
+        return None
+    return (seen.st_mtime_ns, seen.st_size, seen.st_ino) if seen else None

@@ -1,0 +1,31 @@
+"""What the gateway may rely on from certificates that are renewed while it runs."""
+
+import ssl
+from typing import Any, Protocol
+
+
+class Renewed(Protocol):
+    """Certificates that may change."""
+
+    def refresh(self) -> bool:
+        """Read the files if they have changed; whether something new holds from now on. May block for a moment.
+
+        What cannot be used is logged with its reason, and what was before still holds.
+        """
+        ...
+
+
+class ServerTls(Renewed, Protocol):
+    """Connections that are open keep the certificate they began with; new ones get the newest."""
+
+    @property
+    def context(self) -> ssl.SSLContext: ...
+
+    @property
+    def expires_at_s(self) -> float:
+        """When the certificate expires, in seconds since 1970."""
+        ...
+
+    def grpc_credentials(self) -> Any:  # noqa: ANN401 - grpc has no types
+        """`grpc.ServerCredentials`, to be asked for once."""
+        ...
