@@ -5,11 +5,16 @@ import os
 import resource
 import signal
 import socket
+import uuid
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import grpc
 import httpx
 import pytest
+from smg_grpc_proto.generated import sglang_scheduler_pb2 as pb
+from smg_grpc_proto.generated.sglang_scheduler_pb2_grpc import SglangSchedulerStub
 
 from kvherd.testing.herds import EngineProcess, Start, begin_engine
 from kvherd.testing.processes import command_line, wait_until
@@ -60,6 +65,7 @@ def test_a_profile_of_so_many_steps_ends_by_itself(start: Start, tmp_path: Path)
     [trace] = begun.json()["files"]
     assert not Path(trace).exists()
     generate(engine)
+    wait_until(Path(trace).exists, within_s=20, what="it has ended by itself")
     assert [step["args"]["step"] for step in steps(trace)] == [1, 2, 3, 4, 5]
     late = ask(engine, "/stop_profile")
     assert late.status_code == 409
@@ -134,3 +140,43 @@ def test_a_start_whose_caller_left_while_a_rank_was_stopped_leaves_no_profile(st
     os.kill(stopped, signal.SIGCONT)
     assert ask(engine, "/stop_profile").status_code == 409
     assert list(tmp_path.iterdir()) == []
+
+
+def test_steps_go_on_while_files_are_closed_and_merged_and_orders_wait_for_that(start: Start, tmp_path: Path) -> None:
+    """
+    1. Rank 1 stands still, and something that never ends to be read has the name of its trace: a pipe.
+    2. Rank 0 ends its profile, finds that the last file is there, and merges: it reads the pipe.
+    3. It generates all the same, and who stops the profile waits until somebody has closed the pipe.
+    """
+    engine = begin_engine(start, "--dp-size", "2")
+    body = {"output_dir": str(tmp_path), "profile_id": "p", "merge_profiles": True, "num_steps": 2}
+    begun = ask(engine, "/start_profile", **body)
+    assert begun.status_code == 200, begun.text
+    os.kill(engine.process.member("rank=1"), signal.SIGSTOP)
+    pipe = tmp_path / "p-rank1.trace.json"
+    os.mkfifo(pipe)
+    with grpc.insecure_channel(f"127.0.0.1:{engine.port}") as channel, ThreadPoolExecutor(1) as pool:
+        stub = SglangSchedulerStub(channel)
+        for _ in range(3):
+            *_, last = stub.Generate(generation(rank=0), timeout=20)
+            assert last.complete.completion_tokens == 8
+        wait_until((tmp_path / "p-merged.trace.json.part").exists, within_s=20, what="rank 0 merges")
+        *_, last = stub.Generate(generation(rank=0), timeout=20)
+        assert last.complete.completion_tokens == 8
+        os.kill(engine.process.member("rank=1"), signal.SIGCONT)
+        stopping = pool.submit(ask, engine, "/stop_profile")
+        *_, last = stub.Generate(generation(rank=0), timeout=20)
+        assert last.complete.completion_tokens == 8
+        assert not stopping.done()
+        pipe.open("wb").close()
+        assert stopping.result().status_code in {200, 400, 409}, stopping.result().text
+    generate(engine)
+
+
+def generation(*, rank: int) -> pb.GenerateRequest:
+    return pb.GenerateRequest(
+        request_id=uuid.uuid4().hex,
+        tokenized=pb.TokenizedInput(input_ids=[1, 2, 3]),
+        sampling_params=pb.SamplingParams(temperature=0, max_new_tokens=8, ignore_eos=True),
+        data_parallel_rank=rank,
+    )

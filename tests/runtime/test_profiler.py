@@ -1,6 +1,7 @@
 """One rank's profile, with a real tiny model and a real directory."""
 
 import json
+import threading
 import tracemalloc
 from collections import Counter
 from collections.abc import Iterator
@@ -16,7 +17,7 @@ from kvherd.core.ids import OrderId, Rank, RequestId
 from kvherd.core.scheduler.scheduler import Scheduler
 from kvherd.core.scheduler.steps import SchedulerLimits
 from kvherd.runtime.engine_model import load_engine_model
-from kvherd.runtime.profiler import Profiler
+from kvherd.runtime.profiler import MOST_WAITING_ORDERS, Profiler
 from kvherd.runtime.step_thread import run_step
 from kvherd.runtime.trace_file import TraceFile, merge_traces
 
@@ -30,7 +31,8 @@ class TinyRank:
         self.model = load_engine_model("tiny", pool_blocks=32)
         limits = SchedulerLimits(pool_blocks=32, vocab_size=259, max_context_tokens=512, chunk_tokens=32)
         self.scheduler = Scheduler(Rank(rank), limits)
-        self.profiler = Profiler(Rank(rank), 16, lambda: self.scheduler.load(0.0))
+        self.woken = threading.Event()
+        self.profiler = Profiler(Rank(rank), 16, lambda: self.scheduler.load(0.0), self.woken.set)
         self.serial = 0
 
     def submit(self, tokens: int, *, prompt: int = 20) -> None:
@@ -53,11 +55,24 @@ class TinyRank:
     def run(self, steps: int = 999) -> int:
         return sum(1 for _ in range(steps) if self.step())
 
-    def start(self, directory: Path, **options: Any) -> OrderAnswer:
-        return self.profiler.start(START, ProfileRequest("profile-1", str(directory), **options))
+    def start(self, directory: Path, name: str = "profile-1", **options: Any) -> OrderAnswer:
+        return self.answer(self.profiler.start(START, ProfileRequest(name, str(directory), **options)))
 
-    def stop(self) -> OrderAnswer:
-        return self.profiler.stop(STOP)
+    def stop(self, name: str = "") -> OrderAnswer:
+        return self.answer(self.profiler.stop(STOP, name))
+
+    def answer(self, at_once: OrderAnswer | None) -> OrderAnswer:
+        """That, or the one that comes when the files are closed."""
+        if at_once is not None:
+            return at_once
+        [answer] = self.settle()
+        return answer
+
+    def settle(self) -> list[OrderAnswer]:
+        """Wait until the thread that writes has ended a profile; what is answered then."""
+        assert self.woken.wait(20)
+        self.woken.clear()
+        return self.profiler.tend()
 
 
 @pytest.fixture
@@ -139,6 +154,7 @@ def test_it_ends_by_itself_after_its_steps_and_says_so_to_whoever_stops_it(rank:
     rank.submit(9)
     rank.run(2)
     assert rank.profiler.profile_id == ""
+    assert rank.settle() == []
     assert len(steps(tmp_path / "profile-1-rank0.trace.json")) == 2
     refused = rank.stop()
     assert not refused.done
@@ -150,6 +166,7 @@ def test_it_begins_with_the_step_that_was_asked_for(rank: TinyRank, tmp_path: Pa
     assert "begins with step 4" in rank.start(tmp_path, start_step=4, num_steps=2).message
     rank.submit(9)
     rank.run()
+    rank.settle()
     assert [each["args"]["step"] for each in steps(tmp_path / "profile-1-rank0.trace.json")] == [4, 5]
 
 
@@ -158,6 +175,7 @@ def test_stages_have_files_of_their_own(rank: TinyRank, tmp_path: Path) -> None:
     for _ in range(2):
         rank.submit(5)
         rank.run()
+    rank.settle()
     prefill = steps(tmp_path / "mine-profile-1-rank0-prefill.trace.json")
     decode = steps(tmp_path / "mine-profile-1-rank0-decode.trace.json")
     assert [each["args"]["step"] for each in prefill] == [1, 6]
@@ -212,7 +230,7 @@ def test_memory_is_traced_while_it_is_recorded_and_no_longer(rank: TinyRank, tmp
 
 def test_a_second_start_is_a_conflict_and_leaves_the_first_alone(rank: TinyRank, tmp_path: Path) -> None:
     rank.start(tmp_path)
-    second = rank.profiler.start(START, ProfileRequest("profile-2", str(tmp_path)))
+    second = rank.start(tmp_path, "profile-2")
     assert not second.done
     assert second.conflict
     assert second.message == "profile profile-1 is on; stop it first"
@@ -229,7 +247,7 @@ def test_a_stop_without_a_start_is_a_conflict(rank: TinyRank) -> None:
 
 def test_a_stop_of_another_profile_stops_nothing(rank: TinyRank, tmp_path: Path) -> None:
     rank.start(tmp_path)
-    assert rank.profiler.stop(STOP, "profile-9").conflict
+    assert rank.stop("profile-9").conflict
     assert rank.profiler.profile_id == "profile-1"
 
 
@@ -302,6 +320,7 @@ def test_a_start_that_is_withdrawn_leaves_nothing(rank: TinyRank, tmp_path: Path
     assert rank.profiler.profile_id == "profile-1"
     rank.profiler.withdraw(START)
     assert rank.profiler.profile_id == ""
+    rank.settle()
     assert list(tmp_path.iterdir()) == []
     assert rank.stop().conflict
 
@@ -315,8 +334,105 @@ def test_a_trace_that_is_cut_off_lacks_only_its_end(tmp_path: Path) -> None:
     assert events(tmp_path / "a.trace.json") == [{"a": 1}, {"b": 2}]
 
 
-def test_a_trace_of_nothing_is_one_all_the_same(tmp_path: Path) -> None:
-    TraceFile(tmp_path / "a.trace.json").finish()
-    assert events(tmp_path / "a.trace.json") == []
-    assert merge_traces([tmp_path / "a.trace.json"], tmp_path / "b.trace.json")
-    assert events(tmp_path / "b.trace.json") == []
+def test_a_trace_of_nothing_is_one_all_the_same_and_adds_nothing_to_others(tmp_path: Path) -> None:
+    empty, one, two = (TraceFile(tmp_path / f"{name}.trace.json") for name in "abc")
+    one.append([b'{"a":1}', b'{"b":2}'])
+    two.append([b'{"c":3}'])
+    for trace in (empty, one, two):
+        trace.finish()
+    assert events(empty.path) == []
+    assert merge_traces([empty.path], tmp_path / "d.trace.json")
+    assert events(tmp_path / "d.trace.json") == []
+    assert merge_traces([empty.path, one.path, empty.path, two.path, empty.path], tmp_path / "e.trace.json")
+    assert events(tmp_path / "e.trace.json") == [{"a": 1}, {"b": 2}, {"c": 3}]
+
+
+class HeldFile:
+    """Stands for a disk that takes its time: every write waits until it is let go."""
+
+    def __init__(self, file: TraceFile) -> None:
+        self._file = file
+        self.may_go = threading.Event()
+
+    def __getattr__(self, name: str) -> Any:
+        assert self.may_go.wait(20)
+        return getattr(self._file, name)
+
+
+@pytest.fixture
+def held(rank: TinyRank, tmp_path: Path) -> Iterator[threading.Event]:
+    """A profile is on whose file is on such a disk; set this to let it go."""
+    rank.start(tmp_path)
+    on = rank.profiler._on
+    assert on is not None
+    file: Any = HeldFile(on.files[None])
+    on.files[None] = file
+    yield file.may_go
+    file.may_go.set()
+
+
+def test_no_step_waits_for_the_disk_and_a_stop_is_answered_when_the_file_is_whole(
+    rank: TinyRank, tmp_path: Path, held: threading.Event
+) -> None:
+    rank.submit(5)
+    assert rank.run(3) == 3
+    assert rank.profiler.stop(STOP) is None
+    assert rank.profiler.tend() == []
+    assert rank.run() == 2
+    held.set()
+    [ended] = rank.settle()
+    assert (ended.order, ended.done) == (STOP, True)
+    assert len(steps(tmp_path / "profile-1-rank0.trace.json")) == 3
+
+
+def test_orders_that_come_while_a_file_is_closed_are_carried_out_after_it_in_their_order(
+    rank: TinyRank, tmp_path: Path, held: threading.Event
+) -> None:
+    assert rank.profiler.stop(STOP) is None
+    assert rank.profiler.start(OrderId("second"), ProfileRequest("profile-2", str(tmp_path))) is None
+    assert rank.profiler.start(OrderId("gone"), ProfileRequest("profile-3", str(tmp_path))) is None
+    assert rank.profiler.start(OrderId("third"), ProfileRequest("profile-4", str(tmp_path))) is None
+    rank.profiler.withdraw(OrderId("gone"))
+    held.set()
+    told = [(answer.order, answer.done, answer.profile_id) for answer in rank.settle()]
+    assert told == [(STOP, True, "profile-1"), ("second", True, "profile-2"), ("third", False, "profile-2")]
+
+
+def test_so_many_orders_may_wait_for_a_file_and_no_more(rank: TinyRank, held: threading.Event) -> None:
+    answers = [rank.profiler.stop(OrderId(f"stop-{index}")) for index in range(100)]
+    refused = [answer for answer in answers if answer is not None]
+    assert len(refused) == 100 - 1 - MOST_WAITING_ORDERS
+    assert {answer.message for answer in refused} == {"the last profile is still being written"}
+    held.set()
+    assert len(rank.settle()) == 1 + MOST_WAITING_ORDERS
+
+
+def test_a_disk_that_is_too_slow_ends_the_profile_and_holds_no_more_than_so_many_bytes(
+    rank: TinyRank, tmp_path: Path, held: threading.Event
+) -> None:
+    on = rank.profiler._on
+    assert on is not None
+    on.writer._limit_bytes = 2000
+    rank.submit(9)
+    assert rank.run() == 9
+    assert rank.profiler.profile_id == ""
+    held.set()
+    ended = rank.stop()
+    assert not ended.done
+    assert "profile-1 was given up" in ended.message
+    assert "2000 bytes wait to be written" in ended.message
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_goes_wrong_in_the_thread_unforeseen_is_raised_in_the_loop(rank: TinyRank, tmp_path: Path) -> None:
+    rank.start(tmp_path)
+    on = rank.profiler._on
+    assert on is not None
+    broken: Any = None
+    whole, on.files[None] = on.files[None], broken
+    rank.submit(1)
+    rank.run()
+    with pytest.raises(AttributeError):
+        rank.stop()
+    rank.profiler._ending = None
+    whole.discard()

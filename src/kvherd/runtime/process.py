@@ -95,7 +95,9 @@ def serve(config: RankConfig, context: zmq.Context[zmq.Socket[bytes]], link: Ran
         scheduler = Scheduler(rank, _limits(config, model.facts))
         wake_read, wake_write = os.pipe()
         os.set_blocking(wake_write, False)
-        profiler = Profiler(rank, config.block_size, lambda: scheduler.load(time.monotonic()))
+        profiler = Profiler(
+            rank, config.block_size, lambda: scheduler.load(time.monotonic()), lambda: _wake(wake_write)
+        )
         loop = RankLoop(rank, scheduler, link, publisher, profiler, wake_fd=wake_read, stdin_fd=sys.stdin.fileno())
         signal.signal(signal.SIGTERM, lambda *_: loop.stop("SIGTERM"))
         signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)

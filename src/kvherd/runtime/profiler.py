@@ -1,13 +1,14 @@
 """One rank's profile: which steps it records, what it writes of each, and how it ends.
 
-Called by the order loop only. Whatever goes wrong with the files ends the profile, never the engine; whoever stops it
-then hears why. A step under way when it is stopped is not recorded.
+Called by the order loop only, which never waits for a disk: a thread of each profile writes, closes and merges its
+files. Until that has ended, orders wait for it, and `tend` has their answers. Whatever goes wrong there ends the
+profile, never the engine; whoever stops it then hears why. A step under way when it is stopped is not recorded.
 """
 
 import logging
 import time
 import tracemalloc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from kvherd.core.ids import OrderId, Rank
 from kvherd.core.scheduler.phases import Phase, StepSelection, phase_of
 from kvherd.core.scheduler.steps import StepPlan
 from kvherd.runtime.trace_file import TraceFile, make_directory, merge_traces
+from kvherd.runtime.trace_writer import TraceWriter
 from kvherd.runtime.watch import UNWATCHED, Part, StepWatch, Watch
 from kvherd.wire import chrome_trace
 
@@ -25,6 +27,8 @@ log = logging.getLogger(__name__)
 STEPS_TRACK = 1
 FIRST_MODEL_TRACK = 2
 LARGEST_ALLOCATIONS = 10
+MOST_WAITING_ORDERS = 64
+CLOSES_WITHIN_S = 5.0
 
 
 @dataclass(slots=True)
@@ -35,12 +39,34 @@ class _Recording:
     request: ProfileRequest
     selection: StepSelection
     files: dict[Stage | None, TraceFile]
+    writer: TraceWriter
     named_tracks: set[tuple[Stage | None, int]] = field(default_factory=set)
     traces_memory: bool = False
 
     @property
     def paths(self) -> tuple[str, ...]:
         return tuple(str(file.path) for file in self.files.values())
+
+    @property
+    def sources(self) -> list[Path]:
+        """The files of all ranks that are to become one."""
+        names = (
+            self.request.file_name(rank, stage) for rank in range(self.request.merged_ranks) for stage in self.files
+        )
+        return [Path(self.request.output_dir) / name for name in names]
+
+    @property
+    def merged(self) -> Path:
+        return Path(self.request.output_dir) / self.request.merged_name
+
+
+@dataclass(slots=True)
+class _Ending:
+    """A profile whose files are being closed, or taken away if it is not to be kept. `stop` is who ordered that."""
+
+    recording: _Recording
+    keep: bool
+    stop: OrderId | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,13 +81,18 @@ class _Step:
 
 
 class Profiler:
-    """At most one profile is on. `load` gives the rank's load of the moment."""
+    """At most one profile is on. `load` gives the rank's load of the moment; `wake` is called, in whatever thread, when
+    `tend` has something to do.
+    """
 
-    def __init__(self, rank: Rank, block_size: int, load: Callable[[], RankLoad]) -> None:
+    def __init__(self, rank: Rank, block_size: int, load: Callable[[], RankLoad], wake: Callable[[], None]) -> None:
         self._rank = rank
         self._block_size = block_size
         self._load = load
+        self._wake = wake
         self._on: _Recording | None = None
+        self._ending: _Ending | None = None
+        self._waiting: dict[OrderId, Callable[[], OrderAnswer | None]] = {}
         self._step: _Step | None = None
         self._last = "there was none"
         self._failed: str | None = None
@@ -78,7 +109,10 @@ class Profiler:
 
     # --- orders ------------------------------------------------------------
 
-    def start(self, order: OrderId, request: ProfileRequest) -> OrderAnswer:
+    def start(self, order: OrderId, request: ProfileRequest) -> OrderAnswer | None:
+        """The answer; None if it waits for the end of the last profile."""
+        if self._ending is not None:
+            return self._wait(order, lambda: self.start(order, request))
         if self._on is not None:
             return self._answer(order, f"profile {self.profile_id} is on; stop it first", conflict=True)
         try:
@@ -86,38 +120,54 @@ class Profiler:
         except OSError as error:
             return self._answer(order, f"cannot write into {request.output_dir}: {_reason(error)}")
         selection = StepSelection(request, next_step=self._load().steps_total + 1)
-        self._on = _Recording(order, request, selection, files)
+        self._on = _Recording(order, request, selection, files, TraceWriter(self._wake))
         self._failed = None
         when = f"recording begins with step {selection.first_step}"
         return self._answer(order, f"profile {request.profile_id} is on; {when}", done=True, files=self._on.paths)
 
-    def stop(self, order: OrderId, profile_id: str = "") -> OrderAnswer:
-        """End the profile, if it is this one; "" is whichever is on."""
+    def stop(self, order: OrderId, profile_id: str = "") -> OrderAnswer | None:
+        """End the profile, if it is this one; "" is whichever is on. None: the answer comes with its files."""
+        if self._ending is not None:
+            return self._wait(order, lambda: self.stop(order, profile_id))
         failed, self._failed = self._failed, None
         if failed is not None:
             return self._answer(order, failed)
         if self._on is None or profile_id not in ("", self.profile_id):
             return self._answer(order, f"no profile is on; the last: {self._last}", conflict=True)
-        ended = self._on
-        problem = self._finish(ended)
-        self._failed = None
-        if problem is not None:
-            return self._answer(order, problem, profile_id=ended.request.profile_id)
-        files = ended.paths
-        merged = Path(ended.request.output_dir) / ended.request.merged_name
-        if ended.request.merged_ranks and merged.exists():
-            files = (*files, str(merged))
-        return self._answer(order, self._last, done=True, files=files, profile_id=ended.request.profile_id)
+        self._end(self._on, keep=True, stop=order)
+        return None
 
     def withdraw(self, order: OrderId) -> None:
-        """Whoever gave this order to start left: nobody knows of the profile, so there is to be none."""
+        """Whoever gave this order left. If it was to start, nobody knows of the profile, so there is to be none."""
+        self._waiting.pop(order, None)
         if self._on is not None and self._on.order == order:
-            self._discard(self._on)
+            self._end(self._on, keep=False)
+
+    def tend(self) -> list[OrderAnswer]:
+        """The answers that have waited, if the files are closed by now. Raises what nobody foresaw there."""
+        answers: list[OrderAnswer] = []
+        while self._ending is not None and self._ending.recording.writer.ended:
+            ended, self._ending = self._ending, None
+            self._note_end(ended)
+            if ended.stop is not None:
+                answers.append(self._stopped(ended.stop, ended.recording))
+            waiting, self._waiting = self._waiting, {}
+            answers += [answer for again in waiting.values() if (answer := again()) is not None]
+        return answers
 
     def close(self) -> None:
-        """The rank ends: what is recorded is kept."""
+        """The rank ends: what is recorded is kept, if that takes no longer than a moment."""
         if self._on is not None:
-            self._finish(self._on)
+            self._end(self._on, keep=True)
+        if self._ending is not None:
+            self._ending.recording.writer.join(within_s=CLOSES_WITHIN_S)
+            self.tend()
+
+    def _wait(self, order: OrderId, again: Callable[[], OrderAnswer | None]) -> OrderAnswer | None:
+        if len(self._waiting) >= MOST_WAITING_ORDERS:
+            return self._answer(order, "the last profile is still being written", conflict=True)
+        self._waiting[order] = again
+        return None
 
     # --- steps ------------------------------------------------------------
 
@@ -144,7 +194,7 @@ class Profiler:
         self._on.selection.record(step.phase)
         self._write(self._on, step.phase, self._step_events(self._on, step, ended_ns))
         if self._on is not None and self._on.selection.complete:
-            self._finish(self._on)
+            self._end(self._on, keep=True)
 
     # --- what is written ------------------------------------------------------------
 
@@ -238,45 +288,56 @@ class Profiler:
             raise
         return files
 
-    def _write(self, on: _Recording, phase: Phase, events: Iterator[bytes] | list[bytes]) -> None:
-        try:
-            on.files[on.selection.file_of(phase)].append(events)
-        except OSError as error:
-            self._give_up(on, error)
+    def _write(self, on: _Recording, phase: Phase, events: Iterable[bytes]) -> None:
+        on.writer.append(on.files[on.selection.file_of(phase)], tuple(events))
+        if on.writer.failure is not None:
+            self._end(on, keep=False)
 
-    def _finish(self, on: _Recording) -> str | None:
-        """Close its files, merge them if that is wanted; why that failed, if it did."""
-        request, self._on, self._step = on.request, None, None
-        try:
-            if on.traces_memory:
-                for file in on.files.values():
-                    file.append([self._memory_note()])
-                tracemalloc.stop()
-            for file in on.files.values():
-                file.finish()
-            if request.merged_ranks:
-                names = [request.file_name(rank, stage) for rank in range(request.merged_ranks) for stage in on.files]
-                directory = Path(request.output_dir)
-                merge_traces([directory / name for name in names], directory / request.merged_name)
-        except OSError as error:
-            self._give_up(on, error)
-            return self._failed
-        self._last = f"{request.profile_id} recorded {on.selection.recorded} steps in {', '.join(on.paths)}"
-        log.info("profile %s", self._last)
-        return None
-
-    def _discard(self, on: _Recording) -> None:
+    def _end(self, on: _Recording, *, keep: bool, stop: OrderId | None = None) -> None:
         self._on = self._step = None
-        if tracemalloc.is_tracing():
-            tracemalloc.stop()
-        for file in on.files.values():
-            file.discard()
+        self._ending = _Ending(on, keep, stop)
+        on.writer.end(lambda: self._close(on, keep=keep))
 
-    def _give_up(self, on: _Recording, error: OSError) -> None:
-        self._discard(on)
-        where = f"writing into {on.request.output_dir} failed: {_reason(error)}"
-        self._last = self._failed = f"profile {on.request.profile_id} was given up: {where}"
-        log.warning("%s", self._failed)
+    def _close(self, on: _Recording, *, keep: bool) -> None:
+        """In the thread that writes: close its files, merge them if that is wanted; or leave none. Raises `OSError`."""
+        try:
+            if keep and on.writer.failure is None:
+                self._finish(on)
+                return
+        except OSError:
+            _discard(on)
+            raise
+        finally:
+            if on.traces_memory:
+                tracemalloc.stop()
+        _discard(on)
+
+    def _finish(self, on: _Recording) -> None:
+        for file in on.files.values():
+            if on.traces_memory:
+                file.append([self._memory_note()])
+            file.finish()
+        if on.request.merged_ranks:
+            merge_traces(on.sources, on.merged)
+
+    def _note_end(self, ended: _Ending) -> None:
+        """Remember what became of it, for whoever stops it later."""
+        on, failure = ended.recording, ended.recording.writer.failure
+        if failure is not None:
+            where = f"writing into {on.request.output_dir} failed: {_reason(failure)}"
+            self._last = self._failed = f"profile {on.request.profile_id} was given up: {where}"
+            log.warning("%s", self._failed)
+        elif ended.keep:
+            self._last = f"{on.request.profile_id} recorded {on.selection.recorded} steps in {', '.join(on.paths)}"
+            log.info("profile %s", self._last)
+
+    def _stopped(self, stop: OrderId, on: _Recording) -> OrderAnswer:
+        failed, self._failed = self._failed, None
+        name = on.request.profile_id
+        if failed is not None:
+            return self._answer(stop, failed, profile_id=name)
+        files = (*on.paths, str(on.merged)) if on.request.merged_ranks and on.merged.exists() else on.paths
+        return self._answer(stop, self._last, done=True, files=files, profile_id=name)
 
     def _answer(
         self,
@@ -297,6 +358,11 @@ class Profiler:
             files=files,
             profile_id=self.profile_id if profile_id is None else profile_id,
         )
+
+
+def _discard(on: _Recording) -> None:
+    for file in on.files.values():
+        file.discard()
 
 
 def _reason(error: OSError) -> str:

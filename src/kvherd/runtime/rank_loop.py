@@ -91,6 +91,7 @@ class RankLoop:
         if writes.finished:
             writes.result()
             self._tell(self._scheduler.complete_write(now_s))
+        self._answers += self._profiler.tend()
         deadline_s = self._scheduler.next_deadline_s
         if deadline_s is not None and deadline_s <= now_s:
             self._tell(self._scheduler.expire(now_s))
@@ -137,9 +138,9 @@ class RankLoop:
                 news = self._scheduler.flush(order, timeout_s=timeout_s, hold=hold, now_s=now_s, asked_s=asked_s)
                 self._tell(news)
             case ipc.StartProfile(order, profile):
-                self._answers.append(self._profiler.start(order, profile))
+                self._answer(self._profiler.start(order, profile))
             case ipc.StopProfile(order, profile_id):
-                self._answers.append(self._profiler.stop(order, profile_id))
+                self._answer(self._profiler.stop(order, profile_id))
             case ipc.Withdraw(order):
                 self._profiler.withdraw(order)
                 self._tell(self._scheduler.withdraw(order, now_s))
@@ -154,6 +155,10 @@ class RankLoop:
         self._publish(news.events)
         self._progress += news.progress
         self._answers += news.answers
+
+    def _answer(self, answer: OrderAnswer | None) -> None:
+        if answer is not None:
+            self._answers.append(answer)
 
     def _publish(self, events: tuple[KvEvent, ...]) -> None:
         if events:

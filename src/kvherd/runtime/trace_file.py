@@ -12,6 +12,7 @@ from pathlib import Path
 from kvherd.wire import chrome_trace
 
 BUFFER_BYTES = 2**18
+COPIED_BYTES = 2**20
 
 
 class TraceFile:
@@ -31,6 +32,17 @@ class TraceFile:
             self._file.write(self._between)
             self._file.write(event)
             self._between = chrome_trace.BETWEEN
+
+    def append_file(self, path: Path) -> None:
+        """All events of another trace, which is whole."""
+        with path.open("rb") as source:
+            left_bytes = os.fstat(source.fileno()).st_size - len(chrome_trace.BEGIN) - len(chrome_trace.END)
+            source.seek(len(chrome_trace.BEGIN))
+            if left_bytes > 0:  # 0 and less is a trace without events
+                self._file.write(self._between)
+                self._between = chrome_trace.BETWEEN
+            while left_bytes > 0 and (piece := source.read(min(left_bytes, COPIED_BYTES))):
+                left_bytes -= self._file.write(piece)
 
     def finish(self) -> None:
         """All of it is there, under its own name."""
@@ -58,8 +70,7 @@ def merge_traces(sources: Sequence[Path], target: Path) -> bool:
         return False
     try:
         for source in sources:
-            with source.open("rb") as lines:
-                merged.append(line.rstrip(b",\n") for line in lines if line not in (b"[\n", b"]\n"))
+            merged.append_file(source)
         merged.finish()
     except OSError:
         merged.discard()
