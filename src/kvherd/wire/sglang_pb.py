@@ -23,6 +23,8 @@ HOLD_KEY = "kvherd-hold"
 """Metadata of FlushCache: "1" lets requests that come meanwhile wait behind the flush. The protocol has no field."""
 RANKS_KEY = "kvherd-ranks"
 """Trailing metadata of FlushCache: each rank's outcome, as JSON."""
+ABORT_REASON_KEY = "kvherd-abort-reason"
+"""Trailing metadata of Generate: why it was aborted, which the protocol has no field for."""
 _SEEDS = 2**63
 
 
@@ -154,6 +156,11 @@ def encode_finish(finish: Finish, complete: pb.GenerateComplete) -> None:
         complete.matched_stop_str = finish.matched
     elif finish.matched is not None:
         complete.matched_token_id = finish.matched
+
+
+def encode_reason(reason: str) -> str:
+    """Any text as metadata may have it: printable ASCII, everything else escaped, and not too long."""
+    return reason[:1000].encode("unicode_escape").decode("ascii")
 
 
 def encode_logprobs(logprobs: Sequence[TokenLogprob]) -> pb.OutputLogProbs | None:

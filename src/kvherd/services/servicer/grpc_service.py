@@ -11,6 +11,7 @@ from smg_grpc_proto.generated import sglang_scheduler_pb2 as pb
 
 from kvherd import __version__
 from kvherd.core.engine.admission import room_for_answer
+from kvherd.core.engine.generation import FinishReason
 from kvherd.core.engine.reports import OrderReport
 from kvherd.core.errors import FieldInvalid, OrderConflict, OrderRefused, OrderTimedOut, Unsupported
 from kvherd.core.ids import OrderId, RequestId
@@ -24,7 +25,14 @@ from kvherd.services.servicer.generations import Generations
 from kvherd.services.servicer.order_edge import checked_timeout, message_of, ranks_json
 from kvherd.services.servicer.profiles import ProfileDone, Profiles
 from kvherd.wire.profile_fields import read_start_profile
-from kvherd.wire.sglang_pb import HOLD_KEY, RANKS_KEY, decode_generate, encode_load
+from kvherd.wire.sglang_pb import (
+    ABORT_REASON_KEY,
+    HOLD_KEY,
+    RANKS_KEY,
+    decode_generate,
+    encode_load,
+    encode_reason,
+)
 
 
 class SglangService(sglang_scheduler_pb2_grpc.SglangSchedulerServicer):  # type: ignore[misc] # generated, untyped
@@ -60,6 +68,9 @@ class SglangService(sglang_scheduler_pb2_grpc.SglangSchedulerServicer):  # type:
             async for choice in news:
                 for message in answers[choice.index].feed(choice.delta):
                     await context.write(message)
+                if choice.delta.finish is not None and choice.delta.finish.reason is FinishReason.ABORT:
+                    reason = encode_reason(choice.delta.finish.message)
+                    context.set_trailing_metadata(((ABORT_REASON_KEY, reason),))
 
     @rpc
     async def Abort(self, request: pb.AbortRequest, context: Context) -> pb.AbortResponse:  # noqa: N802
