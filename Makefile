@@ -11,7 +11,7 @@ LOCKS := locks/requirements.lock locks/model.lock
 PIP := $(BIN)/python -m pip --disable-pip-version-check $(if $(CI),-q)
 
 .DEFAULT_GOAL := help
-.PHONY: help up setup test test-smg test-vllm test-sglang check fix types contracts bench lock clean
+.PHONY: help up setup test test-smg test-vllm test-sglang conform check fix types contracts bench lock clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' Makefile
@@ -31,7 +31,10 @@ test-vllm: $(STAMP) $(VLLM)/.installed $(STOCK_MODEL)/config.json ## Bridge and 
 	KVHERD_VLLM=$(VLLM) KVHERD_STOCK_MODEL=$(STOCK_MODEL) $(BIN)/python -m pytest -m peers tests/peers/test_vllm.py tests/peers/test_vllm_healing.py $(ARGS)
 
 test-sglang: $(STAMP) $(SGLANG)/.installed $(STOCK_MODEL)/config.json ## The same over a stock SGLang, installed into .venv-sglang (2.8 GB)
-	KVHERD_SGLANG=$(SGLANG) KVHERD_STOCK_MODEL=$(STOCK_MODEL) $(BIN)/python -m pytest -m peers tests/peers/test_sglang.py tests/peers/test_sglang_healing.py tests/peers/test_sglang_clients.py $(ARGS)
+	KVHERD_SGLANG=$(SGLANG) KVHERD_STOCK_MODEL=$(STOCK_MODEL) $(BIN)/python -m pytest -m peers tests/peers/test_sglang.py tests/peers/test_sglang_healing.py tests/peers/test_sglang_clients.py tests/conformance $(ARGS)
+
+conform: $(STAMP) ## What an engine's gRPC and sidecar promise, asked of ENGINE=HOST:PORT[,sidecar=PORT][,ranks=N]
+	KVHERD_CONFORM=$(ENGINE) $(BIN)/python -m pytest -m peers tests/conformance -k given $(ARGS)
 
 check: $(STAMP) contracts types ## Format, lint, types and layers: seconds
 	$(BIN)/ruff format --check .

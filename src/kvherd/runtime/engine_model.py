@@ -58,6 +58,8 @@ def load_engine_model(
 ) -> EngineModel:
     """Load `tiny` or the GGUF at a path; `host_blocks` is how many blocks `save` has slots for.
 
+    `max_context_tokens` can only make a model's context shorter; `tiny`, which learnt nothing, has any that is wanted.
+
     Raises `ModelMissing`, `ModelUnsupported` and `OptionInvalid`.
 
     How many cores it computes on is OPENBLAS_NUM_THREADS at the time numpy is first imported.
@@ -66,7 +68,8 @@ def load_engine_model(
         raise OptionInvalid("--pool-blocks and --block-size", "both must be at least 1")
     shape, weights = _tiny() if str(model) == "tiny" else _from_file(Path(model))
     if max_context_tokens is not None:
-        shape = replace(shape, context_tokens=min(shape.context_tokens, max_context_tokens))
+        longest = max_context_tokens if shape is TINY else shape.context_tokens
+        shape = replace(shape, context_tokens=min(longest, max_context_tokens))
     return _NumpyModel(shape, weights, KvPool(shape, blocks=pool_blocks, block_size=block_size), host_blocks)
 
 
