@@ -46,6 +46,8 @@ def options(port: int, *, model: str = "tiny", sidecar_port: int | None = None) 
         block_size=16,
         kv_tokens=1024,
         host_kv_tokens=0,
+        storage_dir=None,
+        storage_mb=1,
         max_running=4,
         max_context_tokens=None,
         chunk_tokens=64,

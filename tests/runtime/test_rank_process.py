@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from itertools import count
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -45,11 +46,14 @@ class Rank:
 
 
 @asynccontextmanager
-async def tiny_rank(*, pool_blocks: int = 64, host_blocks: int = 0) -> AsyncIterator[Rank]:
+async def tiny_rank(
+    *, pool_blocks: int = 64, host_blocks: int = 0, storage_dir: Path | None = None
+) -> AsyncIterator[Rank]:
     exits: asyncio.Queue[str] = asyncio.Queue()
     with ipc_directory() as directory:
         configs = rank_configs("tiny", ranks=1, port=0, ipc_dir=directory, pool_blocks=pool_blocks)
-        configs = [msgspec.structs.replace(config, host_blocks=host_blocks) for config in configs]
+        storage = str(storage_dir or "")
+        configs = [msgspec.structs.replace(each, host_blocks=host_blocks, storage_dir=storage) for each in configs]
         async with (
             RankClient(directory) as client,
             RankProcesses(configs, on_exit=lambda _, reason: exits.put_nowait(reason)) as processes,
@@ -113,6 +117,45 @@ async def test_a_prompt_that_was_evicted_comes_back_from_the_host_with_the_same_
         events = [event for frame in frames for event in decode_batch(frame[3]).events]
         tiers = {event.tier for event in events if isinstance(event, BlocksStored)}
         assert tiers == {Tier.DEVICE, Tier.HOST}
+
+
+async def test_what_one_engine_computed_another_reads_from_their_store_bit_by_bit(tmp_path: Path) -> None:
+    async with tiny_rank(host_blocks=64, storage_dir=tmp_path / "store") as rank:
+        await rank.client.ready()
+        await rank.client.submit("first", PROMPT, 6)
+        first = await rank.client.end("first")
+        await _until_load(rank, lambda load: load.store_put_tokens_total == 96)
+    files = sorted((tmp_path / "store").glob("??/*.kv"))
+    assert len(files) == 6
+    async with tiny_rank(host_blocks=64, storage_dir=tmp_path / "store") as rank:
+        await rank.client.ready()
+        await rank.client.submit("again", PROMPT, 6)
+        again = await rank.client.end("again")
+        assert [each.token_ids for each in again] == [each.token_ids for each in first]
+        assert (again[-1].cached_tokens, again[-1].host_tokens) == (96, 96)
+        await rank.client.flush("flush", 20.0)
+        assert (await rank.client.answer("flush")).done
+        assert sorted((tmp_path / "store").glob("??/*.kv")) == files
+        for path in files[:5]:
+            path.write_bytes(path.read_bytes()[:-1] + b"?")
+        files[5].unlink()
+        await rank.client.submit("damaged", PROMPT, 6)
+        damaged = await rank.client.end("damaged")
+        assert [each.token_ids for each in damaged] == [each.token_ids for each in first]
+
+
+async def test_a_store_of_another_model_is_no_store_of_this_one(tmp_path: Path) -> None:
+    for block_size, cached in ((16, 0), (8, 0), (16, 96)):
+        with ipc_directory() as directory:
+            [config] = rank_configs("tiny", ranks=1, port=0, ipc_dir=directory, pool_blocks=64)
+            config = msgspec.structs.replace(
+                config, block_size=block_size, host_blocks=64, storage_dir=str(tmp_path / "store")
+            )
+            async with RankClient(directory) as client, RankProcesses([config], on_exit=lambda *_: None):
+                await client.ready()
+                await client.submit("first", PROMPT, 2)
+                assert (await client.end("first"))[-1].cached_tokens == cached
+                await _until(client, lambda load: load.store_put_tokens_total >= 96 or load.cached_tokens_total == 96)
 
 
 async def test_orders_and_aborts_are_heard_while_a_request_runs() -> None:
@@ -273,7 +316,12 @@ def _cpu_s(pid: int) -> float:
 
 
 async def _until_load(rank: Rank, holds: Callable[[RankLoad], bool]) -> None:
-    async with asyncio.timeout(10):
+    await _until(rank.client, holds)
+
+
+async def _until(client: RankClient, holds: Callable[[RankLoad], bool]) -> None:
+    async with asyncio.timeout(30):
         for number in count():
-            if holds(await rank.client.load(f"load-{number}")):
+            if holds(await client.load(f"load-{number}")):
                 return
+            await asyncio.sleep(0.01)

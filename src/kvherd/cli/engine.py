@@ -52,6 +52,8 @@ class EngineOptions:
     block_size: int
     kv_tokens: int
     host_kv_tokens: int
+    storage_dir: Path | None
+    storage_mb: int
     max_running: int
     max_context_tokens: int | None
     chunk_tokens: int
@@ -73,7 +75,14 @@ class EngineOptions:
         )
         host_blocks = self.host_kv_tokens // self.block_size
         return [
-            msgspec.structs.replace(config, block_size=self.block_size, host_blocks=host_blocks) for config in configs
+            msgspec.structs.replace(
+                config,
+                block_size=self.block_size,
+                host_blocks=host_blocks,
+                storage_dir=str(self.storage_dir.absolute()) if self.storage_dir is not None else "",
+                storage_bytes=self.storage_mb * 1_000_000,
+            )
+            for config in configs
         ]
 
     def name(self, model: ModelFile) -> str:
@@ -140,6 +149,11 @@ def command(
     host_kv_tokens: Annotated[
         int, typer.Option(min=0, help="Tokens that the host tier behind it holds; 0 is no host tier.")
     ] = 0,
+    storage_dir: Annotated[
+        Path | None,
+        typer.Option(help="Directory of blocks behind the host tier, kept for later and shared with other engines."),
+    ] = None,
+    storage_mb: Annotated[int, typer.Option(min=1, help="Megabytes of blocks that --storage-dir holds.")] = 4096,
     max_running: Annotated[int, typer.Option(min=1, help="Sequences that are computed together.")] = 32,
     max_context_tokens: Annotated[
         int | None, typer.Option(min=1, help="Longest prompt and answer together; the model's own if not given.")
@@ -167,6 +181,8 @@ def command(
         raise OptionInvalid("--dp-size", f"there are ports for {MOST_RANKS} ranks behind --port, not for {dp_size}")
     if chunk_tokens < block_size:
         raise OptionInvalid("--chunk-tokens", f"{chunk_tokens} is less than a block; give it at least {block_size}")
+    if storage_dir is not None and host_kv_tokens < block_size:
+        raise OptionInvalid("--storage-dir", "needs a host tier, through which its blocks come: add --host-kv-tokens")
     if metrics_http_port is not None:
         raise OptionInvalid("--metrics-http-port", f"is called {SIDECAR_OPTION} now; give it that name")
     options = EngineOptions(
@@ -179,6 +195,8 @@ def command(
         block_size=block_size,
         kv_tokens=kv_tokens,
         host_kv_tokens=host_kv_tokens,
+        storage_dir=storage_dir,
+        storage_mb=storage_mb,
         max_running=max_running,
         max_context_tokens=max_context_tokens,
         chunk_tokens=chunk_tokens,

@@ -17,6 +17,9 @@ OrderId = NewType("OrderId", str)
 EngineHash = NewType("EngineHash", int)
 """A block's hash as its engine names it: unsigned, 64 bits."""
 
+BlockName = NewType("BlockName", str)
+"""A block's name in a store that several engines share: 32 hexadecimal digits, of all that its bytes depend on."""
+
 PrefixHash = NewType("PrefixHash", int)
 """kvherd's own chained hash of a prefix that ends at a block boundary: unsigned, 64 bits."""
 

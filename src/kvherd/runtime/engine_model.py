@@ -14,14 +14,14 @@ from kvherd.runtime.architecture import LlamaShape, shape_of
 from kvherd.runtime.batch import Choice, ForwardBatch, ModelFacts, SamplingState
 from kvherd.runtime.blas_threads import BlasThreads
 from kvherd.runtime.gguf_weights import read_head, read_weights, with_rope_divisors
-from kvherd.runtime.host_pool import HostPool
+from kvherd.runtime.host_pool import LAYOUT, HostPool
 from kvherd.runtime.kv_pool import KvPool
 from kvherd.runtime.sampler import sample
 from kvherd.runtime.tiny import TINY, random_weights
 from kvherd.runtime.transformer import Transformer
 from kvherd.runtime.watch import UNWATCHED, Watch
 from kvherd.runtime.weight_cache import WeightCache
-from kvherd.runtime.weights import Weights
+from kvherd.runtime.weights import Weights, digest
 
 
 class EngineModel(Protocol):
@@ -41,6 +41,17 @@ class EngineModel(Protocol):
 
     def save(self, copies: Sequence[Copy]) -> None:
         """Copy blocks of the pool to host memory, while a step may run that writes into other blocks."""
+        ...
+
+    def block_namespace(self) -> str:
+        """All that the bytes of a block depend on besides its tokens: the weights, and how a block is laid out.
+
+        Reads every weight, which takes a second or two of a real model.
+        """
+        ...
+
+    def host_block(self, slot: int) -> memoryview:
+        """The bytes of one block in host memory, to read or to write, beside calls that are about other slots."""
         ...
 
     def load(self, copies: Sequence[Copy]) -> None:
@@ -91,8 +102,9 @@ def _from_file(path: Path) -> tuple[LlamaShape, Weights]:
 
 class _NumpyModel:
     def __init__(self, shape: LlamaShape, weights: Weights, pool: KvPool, host_blocks: int) -> None:
+        self._shape, self._weights = shape, weights
         self._host = HostPool(pool, slots=host_blocks)
-        self.save, self.load = self._host.save, self._host.load
+        self.save, self.load, self.host_block = self._host.save, self._host.load, self._host.view
         self._transformer = Transformer(shape, weights, pool, threads=BlasThreads())
         self._dice = np.random.default_rng()
         self.facts = ModelFacts(
@@ -104,6 +116,10 @@ class _NumpyModel:
             pool_blocks=pool.blocks,
             block_size=pool.block_size,
         )
+
+    def block_namespace(self) -> str:
+        shape = replace(self._shape, context_tokens=0, eos_token_ids=())
+        return f"{LAYOUT} of {self.facts.block_size} tokens, {shape}, {digest(self._weights)}"
 
     def step(self, batch: ForwardBatch, states: Sequence[SamplingState], watch: Watch = UNWATCHED) -> list[Choice]:
         logits = self._transformer.forward(batch, watch)

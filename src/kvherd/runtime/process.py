@@ -12,6 +12,8 @@ import shutil
 import signal
 import sys
 import time
+from dataclasses import replace
+from pathlib import Path
 from types import FrameType
 
 import zmq
@@ -21,13 +23,15 @@ from kvherd.core.errors import KvherdError
 from kvherd.core.ids import Rank
 from kvherd.core.scheduler.scheduler import Scheduler
 from kvherd.core.scheduler.steps import SchedulerLimits
+from kvherd.ports.block_store import BlockStore
 from kvherd.runtime.batch import ModelFacts
 from kvherd.runtime.engine_model import load_engine_model
+from kvherd.runtime.file_store import FileBlockStore
 from kvherd.runtime.kv_publisher import KvPublisher
 from kvherd.runtime.profiler import Profiler
 from kvherd.runtime.rank_link import RankLink
 from kvherd.runtime.rank_loop import PARENT_GONE, RankLoop
-from kvherd.runtime.step_thread import StepThread, WriteThread
+from kvherd.runtime.step_thread import Threads
 from kvherd.wire import scheduler_ipc as ipc
 from kvherd.wire.rank_config import RankConfig, decode_rank_config
 
@@ -92,7 +96,9 @@ def serve(config: RankConfig, context: zmq.Context[zmq.Socket[bytes]], link: Ran
             max_context_tokens=config.max_context_tokens,
             host_blocks=config.host_blocks,
         )
-        scheduler = Scheduler(rank, _limits(config, model.facts))
+        store = _store(config)
+        namespace = model.block_namespace() if store is not None else None
+        scheduler = Scheduler(rank, replace(_limits(config, model.facts), store=namespace))
         wake_read, wake_write = os.pipe()
         os.set_blocking(wake_write, False)
         profiler = Profiler(
@@ -101,16 +107,20 @@ def serve(config: RankConfig, context: zmq.Context[zmq.Socket[bytes]], link: Ran
         loop = RankLoop(rank, scheduler, link, publisher, profiler, wake_fd=wake_read, stdin_fd=sys.stdin.fileno())
         signal.signal(signal.SIGTERM, lambda *_: loop.stop("SIGTERM"))
         signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
-        steps = StepThread(model, lambda: _wake(wake_write), watch=profiler.watch)
-        writes = WriteThread(model, lambda: _wake(wake_write))
+        threads = Threads(model, store, lambda: _wake(wake_write), watch=profiler.watch)
         link.send(ipc.Ready(_facts(config, model.facts, publisher)))
         try:
-            return loop.run(steps, writes)
+            return loop.run(threads)
         finally:
-            steps.stop(within_s=STEP_ENDS_WITHIN_S)
-            writes.stop(within_s=STEP_ENDS_WITHIN_S)
+            threads.stop(within_s=STEP_ENDS_WITHIN_S)
     finally:
         publisher.close()
+
+
+def _store(config: RankConfig) -> BlockStore | None:
+    if not config.storage_dir:
+        return None
+    return FileBlockStore(Path(config.storage_dir), most_bytes=config.storage_bytes)
 
 
 def _limits(config: RankConfig, facts: ModelFacts) -> SchedulerLimits:

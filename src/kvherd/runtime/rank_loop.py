@@ -16,11 +16,11 @@ from kvherd.core.errors import FrameInvalid, RequestDuplicate
 from kvherd.core.ids import Rank
 from kvherd.core.kv.events import KvEvent
 from kvherd.core.scheduler.scheduler import Progress, Scheduler
-from kvherd.core.scheduler.steps import News
+from kvherd.core.scheduler.steps import FetchPlan, News
 from kvherd.runtime.kv_publisher import KvPublisher
 from kvherd.runtime.profiler import Profiler
 from kvherd.runtime.rank_link import RankLink
-from kvherd.runtime.step_thread import StepThread, WriteThread
+from kvherd.runtime.step_thread import Fetched, Threads
 from kvherd.wire import scheduler_ipc as ipc
 
 log = logging.getLogger(__name__)
@@ -66,7 +66,7 @@ class RankLoop:
         """End `run` soon; safe in a signal handler."""
         self._stopping = self._stopping or reason
 
-    def run(self, steps: StepThread, writes: WriteThread) -> str:
+    def run(self, threads: Threads) -> str:
         """Serve until told to stop; answers why. Raises what the model raises."""
         while self._stopping is None:
             events = dict(self._poller.poll(self._patience_ms()))
@@ -74,45 +74,71 @@ class RankLoop:
                 os.read(self._wake_fd, 4096)
             if self._stdin_fd in events and not os.read(self._stdin_fd, 4096):
                 self.stop(PARENT_GONE)
-            self._turn(steps, writes)
+            self._turn(threads)
         self._profiler.close()
         self._tell(self._scheduler.abort_all(self._stopping, time.monotonic()))
         self._say(time.monotonic())
         return self._stopping
 
-    def _turn(self, steps: StepThread, writes: WriteThread) -> None:
+    def _turn(self, threads: Threads) -> None:
         for frame in self._link.receive():
             self._take(frame)
         self._publisher.serve_replays()
         now_s = time.monotonic()
-        if steps.finished:
-            self._tell(self._scheduler.complete_step(steps.result(), now_s))
-            self._profiler.step_ended()
-        if writes.finished:
-            writes.result()
-            self._tell(self._scheduler.complete_write(now_s))
+        self._finish(threads, now_s)
         self._answers += self._profiler.tend()
         deadline_s = self._scheduler.next_deadline_s
         if deadline_s is not None and deadline_s <= now_s:
             self._tell(self._scheduler.expire(now_s))
         self._link.push()
+        self._ask_store(threads, now_s)  # before the step: whoever need not wait for the store is in it
         if not self._scheduler.stepping and not self._link.behind:
-            self._start_step(steps)
-        self._start_write(writes)
+            self._start_step(threads)
+        self._start_copies(threads)
         self._say(now_s)
 
-    def _start_step(self, steps: StepThread) -> None:
+    def _finish(self, threads: Threads, now_s: float) -> None:
+        """Take what the threads have done."""
+        if threads.steps.finished:
+            self._tell(self._scheduler.complete_step(threads.steps.result(), now_s))
+            self._profiler.step_ended()
+        if threads.writes.finished:
+            threads.writes.result()
+            self._tell(self._scheduler.complete_write(now_s))
+        if threads.asks is not None and threads.asks.finished:
+            answer = threads.asks.result()
+            if isinstance(answer, Fetched):
+                self._tell(self._scheduler.complete_fetch(answer.verified, now_s))
+            else:
+                self._tell(self._scheduler.complete_look(answer.blocks, now_s))
+        if threads.puts is not None and threads.puts.finished:
+            self._tell(self._scheduler.complete_put(threads.puts.result(), now_s))
+
+    def _ask_store(self, threads: Threads, now_s: float) -> None:
+        if threads.asks is None:
+            return
+        plan = self._scheduler.plan_ask(now_s)
+        if plan is not None:
+            if isinstance(plan, FetchPlan):
+                self._publish(plan.events)
+            threads.asks.start(plan)
+
+    def _start_step(self, threads: Threads) -> None:
         plan = self._scheduler.plan_step()
         if plan is not None:
             self._publish(plan.events)
             self._profiler.step_starts(plan)
-            steps.start(plan)
+            threads.steps.start(plan)
 
-    def _start_write(self, writes: WriteThread) -> None:
-        plan = self._scheduler.plan_write()
-        if plan is not None:
-            self._publish(plan.events)
-            writes.start(plan)
+    def _start_copies(self, threads: Threads) -> None:
+        writes = self._scheduler.plan_write()
+        if writes is not None:
+            self._publish(writes.events)
+            threads.writes.start(writes)
+        if threads.puts is not None:
+            puts = self._scheduler.plan_put()
+            if puts is not None:
+                threads.puts.start(puts)
 
     def _take(self, frame: bytes) -> None:
         """Carry out one message. A bad one costs a line in the log and nothing else."""

@@ -1,6 +1,7 @@
 """A model's arrays, in the layout that the forward pass multiplies fastest."""
 
 from dataclasses import dataclass
+from hashlib import blake2b
 
 import numpy as np
 from numpy.typing import NDArray
@@ -41,6 +42,15 @@ class Weights:
     @property
     def size_bytes(self) -> int:
         return sum(array.nbytes for array in self.named().values())
+
+
+def digest(weights: Weights) -> str:
+    """32 hexadecimal digits of every number in them."""
+    whole = blake2b(digest_size=16)
+    for name, array in sorted(weights.named().items()):
+        whole.update(f"{name} {array.shape} {array.flags.c_contiguous}".encode())
+        whole.update((array if array.flags.c_contiguous else np.ascontiguousarray(array.T)).data)
+    return whole.hexdigest()
 
 
 LAYER_ARRAYS = ("qkv", "attention_out", "gate_up", "down")

@@ -8,10 +8,20 @@ from dataclasses import dataclass, field
 
 from kvherd.core.engine.generation import FinishReason, GenerationRequest, Limits, Sampling, TokenDelta
 from kvherd.core.engine.reports import OrderAnswer
-from kvherd.core.ids import OrderId, Rank, RequestId
+from kvherd.core.ids import BlockName, OrderId, Rank, RequestId
 from kvherd.core.kv.events import BlocksRemoved, BlocksStored, CacheCleared, KvEvent, Tier
 from kvherd.core.scheduler.scheduler import Scheduler
-from kvherd.core.scheduler.steps import Choice, Copy, News, SchedulerLimits, StepPlan, StepRow, WritePlan
+from kvherd.core.scheduler.steps import (
+    Choice,
+    Copy,
+    FetchPlan,
+    LookPlan,
+    News,
+    SchedulerLimits,
+    StepPlan,
+    StepRow,
+    WritePlan,
+)
 
 VOCABULARY = 50
 EOS = 7
@@ -25,6 +35,7 @@ def limits(
     chunk_tokens: int = 16,
     max_waiting: int = 99,
     host_blocks: int = 0,
+    store: str | None = None,
 ) -> SchedulerLimits:
     return SchedulerLimits(
         pool_blocks=pool_blocks,
@@ -34,6 +45,8 @@ def limits(
         max_running=max_running,
         max_waiting=max_waiting,
         host_blocks=host_blocks,
+        store=store,
+        store_patience_s=1.0,
         chunk_tokens=chunk_tokens,
         eos_token_ids=(EOS,),
     )
@@ -80,6 +93,13 @@ class PagedToyModel:
             for at in range(middle) if half == 0 else range(middle, self._block_size):
                 self._host[copy.slot, at] = self._slots[copy.block, at]
 
+    def host_block(self, slot: int) -> tuple[int, ...]:
+        return tuple(self._host[slot, at] for at in range(self._block_size))
+
+    def fill_host(self, slot: int, block: tuple[int, ...]) -> None:
+        for at in range(self._block_size):
+            self._host[slot, at] = block[at] if at < len(block) else -1
+
     def _write(self, row: StepRow) -> int:
         digest = self._slots[self._slot(row, row.position - 1)] if row.position else 1
         for position, token in enumerate(row.token_ids, start=row.position):
@@ -97,6 +117,27 @@ class PagedToyModel:
         while token in row.forbidden:
             token = (token + 1) % VOCABULARY
         return Choice(token)
+
+
+@dataclass
+class ToyStore:
+    """Blocks by name, each a digest a token. One name never means two things: that is the scheduler's promise.
+
+    Of the names in `rotten` it has the block, and its bytes are found to be wrong when they are in place.
+    """
+
+    blocks: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    rotten: set[str] = field(default_factory=set)
+    full: bool = False
+
+    def find(self, names: tuple[BlockName, ...]) -> int:
+        return next((at for at, name in enumerate(names) if name not in self.blocks), len(names))
+
+    def put(self, name: str, block: tuple[int, ...]) -> bool:
+        assert self.blocks.get(name, block) == block, "one name for two different blocks"
+        if not self.full:
+            self.blocks[name] = block
+        return not self.full
 
 
 @dataclass
@@ -131,8 +172,11 @@ class Follower:
 class Stage:
     """Drives one scheduler and checks every promise after every move."""
 
-    def __init__(self, of: SchedulerLimits) -> None:
+    def __init__(self, of: SchedulerLimits, store: ToyStore | None = None) -> None:
         self.limits = of
+        self.store = store or ToyStore()
+        self.ask: LookPlan | FetchPlan | None = None
+        self.put: dict[BlockName, tuple[int, tuple[int, ...]]] = {}
         self.scheduler = Scheduler(Rank(0), of)
         self.model = PagedToyModel(of.block_size)
         self.follower = Follower()
@@ -193,6 +237,80 @@ class Stage:
         while self.write is not None or self.start_write():
             self.finish_write()
 
+    def start_ask(self) -> bool:
+        self.ask = self.scheduler.plan_ask(self.now_s)
+        if isinstance(self.ask, FetchPlan):
+            self._follow(self.ask.events)
+            for each in self.ask.blocks:
+                self.model.fill_host(each.slot, ())
+        self.check()
+        return self.ask is not None
+
+    def finish_ask(self) -> None:
+        ask, self.ask = self.ask, None
+        match ask:
+            case LookPlan(names):
+                self._hear(self.scheduler.complete_look(self.store.find(names), self.now_s))
+            case FetchPlan(blocks):
+                verified = [each.name in self.store.blocks and each.name not in self.store.rotten for each in blocks]
+                for each, right in zip(blocks, verified, strict=True):
+                    self.model.fill_host(each.slot, self.store.blocks[each.name] if right else ())
+                self._hear(self.scheduler.complete_fetch(verified, self.now_s))
+            case None:
+                raise AssertionError("nothing was asked")
+
+    def start_put(self) -> bool:
+        plan = self.scheduler.plan_put()
+        if plan is not None:
+            middle = self.limits.block_size // 2
+            self.put = {each.name: (each.slot, self.model.host_block(each.slot)[:middle]) for each in plan.blocks}
+        self.check()
+        return plan is not None
+
+    def finish_put(self) -> None:
+        put, self.put = self.put, {}
+        middle = self.limits.block_size // 2
+        kept = [
+            self.store.put(name, (*first, *self.model.host_block(slot)[middle:])) for name, (slot, first) in put.items()
+        ]
+        self._hear(self.scheduler.complete_put(kept, self.now_s))
+
+    def put_all(self) -> None:
+        """Write everything that waits for it to the host tier, and from there to the store."""
+        self.write_all()
+        while self.put or self.start_put():
+            self.finish_put()
+
+    @property
+    def asked(self) -> tuple[BlockName, ...]:
+        """What the store is asked for now."""
+        match self.ask:
+            case LookPlan(names):
+                return names
+            case FetchPlan(blocks):
+                return tuple(each.name for each in blocks)
+            case None:
+                return ()
+
+    @property
+    def copying(self) -> bool:
+        """Something is being copied between tiers."""
+        return self.write is not None or self.ask is not None or bool(self.put)
+
+    def move(self, what: str) -> None:
+        """End a "step", "write", "ask" or "put" that is under way, or begin one if there is something to do."""
+        match what:
+            case "step":
+                self.finish_step() if self.plan is not None else self.start_step()
+            case "write":
+                self.finish_write() if self.write is not None else self.start_write()
+            case "ask":
+                self.finish_ask() if self.ask is not None else self.start_ask()
+            case "put":
+                self.finish_put() if self.put else self.start_put()
+            case _:
+                raise ValueError(what)
+
     def step(self) -> bool:
         """One whole step; False if there was none to make."""
         if self.plan is None and not self.start_step():
@@ -202,7 +320,9 @@ class Stage:
 
     def run_dry(self, at_most: int = 5000) -> None:
         for _ in range(at_most):
-            if not self.step():
+            if self.ask is not None or self.start_ask():
+                self.finish_ask()
+            elif not self.step():
                 return
         raise AssertionError(f"still busy after {at_most} steps: {self.scheduler.load(self.now_s)}")
 

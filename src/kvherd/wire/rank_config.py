@@ -17,7 +17,7 @@ class RankConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """One rank of an embedded engine. `model` is `tiny` or the path of a GGUF.
 
     `threads` is for the launcher, which sets OPENBLAS_NUM_THREADS before the process starts. `port_option` is the
-    option that an operator would change when a port of this rank is in use.
+    option that an operator would change when a port of this rank is in use. `storage_dir` empty is no store of blocks.
     """
 
     model: str
@@ -30,6 +30,8 @@ class RankConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     block_size: Count = 16
     pool_blocks: Count = 1024
     host_blocks: Annotated[int, msgspec.Meta(ge=0)] = 0
+    storage_dir: str = ""
+    storage_bytes: Count = 1 << 32
     max_context_tokens: Count | None = None
     max_running: Count = 32
     max_waiting: Count = 1024

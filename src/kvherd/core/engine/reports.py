@@ -28,8 +28,8 @@ class RankLoad:
     """A rank's load and totals at one moment. `*_total` count since the process began.
 
     `used_tokens` counts pool slots that hold anything; `active_tokens` only those that running requests pin. `host_*`
-    are of the host tier; capacity 0 is none. Each block of the pool is used (by a running request), cached (nobody
-    uses it, and it can be evicted) or free.
+    are of the host tier; capacity 0 is none. `store_*` are of the store behind it; a failed put is one block.
+    Each block of the pool is used (by a running request), cached (nobody uses it, and it can be evicted) or free.
     """
 
     running: int
@@ -51,6 +51,9 @@ class RankLoad:
     host_used_tokens: int = 0
     host_capacity_tokens: int = 0
     host_loaded_tokens_total: int = 0
+    store_fetched_tokens_total: int = 0
+    store_put_tokens_total: int = 0
+    store_failed_puts_total: int = 0
     used_blocks: int = 0
     cached_blocks: int = 0
     free_blocks: int = 0

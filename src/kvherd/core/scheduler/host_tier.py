@@ -37,6 +37,7 @@ class HostTier:
         self._queue: deque[Node] = deque(maxlen=slots)
         self._writes: tuple[_Write, ...] = ()
         self._loading: list[Node] = []
+        self._lent: set[int] = set()
 
     def __len__(self) -> int:
         """How many blocks have a copy here."""
@@ -75,15 +76,35 @@ class HostTier:
         for write in writes:
             node, parent = write.node, write.parent
             parent.host_pins -= 1
-            if node.on_device:
+            if node.on_device and not node.on_host:  # the store may have brought it meanwhile
                 assert parent.is_root or parent.on_host, "children are evicted before their parents"
-                node.host = write.slot
-                parent.host_children += 1
-                self.used([node])
+                self.adopt(node, write.slot)
                 held.append(node)
             else:
                 self._free.append(write.slot)
         return held
+
+    def lend(self, count: int, dropped: list[Node]) -> list[int]:
+        """Up to so many slots, for blocks that come from elsewhere; whose copies made room is added to `dropped`."""
+        slots: list[int] = []
+        while len(slots) < count and (slot := self._take_slot(None, dropped)) is not None:
+            slots.append(slot)
+        self._lent.update(slots)
+        return slots
+
+    def give_back(self, slots: Iterable[int]) -> None:
+        """Lent slots that hold nothing of use."""
+        for slot in slots:
+            self._lent.remove(slot)
+            self._free.append(slot)
+
+    def adopt(self, node: Node, slot: int) -> None:
+        """This slot, which was lent or written, holds the block of `node` now, and had none of it before."""
+        self._lent.discard(slot)
+        node.host = slot
+        if node.parent is not None:
+            node.parent.host_children += 1
+        self.used([node])
 
     def load(self, node: Node) -> Copy:
         """The node was given a block of the pool; where to copy it from. Its slot stays until `loaded`."""
@@ -112,6 +133,7 @@ class HostTier:
         """Forget everything. Only when nothing is being written or loaded."""
         assert not self._writes, "a write is under way"
         assert not self._loading, "a load is under way"
+        assert not self._lent, "slots are lent"
         self._free = list(range(self.slots - 1, -1, -1))
         self._by_use.clear()
         self._queue.clear()
@@ -119,7 +141,7 @@ class HostTier:
     def nodes(self) -> Iterable[Node]:
         return self._by_use.keys()
 
-    def _take_slot(self, behind: Node, dropped: list[Node]) -> int | None:
+    def _take_slot(self, behind: Node | None, dropped: list[Node]) -> int | None:
         if self._free:
             return self._free.pop()
         node = next((node for node in self._by_use if self._droppable(node) and node is not behind), None)
@@ -137,7 +159,7 @@ class HostTier:
     def validate(self) -> None:
         """Raise `AssertionError` unless every slot is in exactly one place and the rules hold."""
         held = [node.host for node in self._by_use]
-        slots = sorted([*self._free, *held, *(write.slot for write in self._writes)])
+        slots = sorted([*self._free, *held, *self._lent, *(write.slot for write in self._writes)])
         assert slots == list(range(self.slots)), f"{len(self._free)} free, {len(held)} held of {self.slots} slots"
         found = [node for node in self._tree.nodes() if node.on_host]
         assert set(found) == set(self._by_use)

@@ -12,17 +12,29 @@ from kvherd.core.kv.events import BlocksRemoved, BlocksStored, CacheCleared, KvE
 from kvherd.core.scheduler.hashes import Namespace
 from kvherd.core.scheduler.host_tier import HostTier
 from kvherd.core.scheduler.prefix_tree import Node, PrefixTree
-from kvherd.core.scheduler.steps import Copy
+from kvherd.core.scheduler.steps import Copy, FetchPlan, LookPlan
+from kvherd.core.scheduler.storage_tier import StorageTier
 
 
 class KvMemory:
     """All methods are total: what cannot be had is an answer, not an error."""
 
-    def __init__(self, *, blocks: int, block_size: int, host_blocks: int = 0) -> None:
+    def __init__(
+        self,
+        *,
+        blocks: int,
+        block_size: int,
+        host_blocks: int = 0,
+        store: str | None = None,
+        store_patience_s: float = 2.0,
+    ) -> None:
         self.block_size = block_size
         self.blocks = blocks
         self.tree = PrefixTree(block_size)
         self.host = HostTier(host_blocks, self.tree)
+        self.storage = StorageTier(
+            store if host_blocks else None, self.host, self.tree, block_size=block_size, patience_s=store_patience_s
+        )
         self.evicted_blocks = 0
         self._loads: list[Copy] = []
         self._free = list(range(blocks - 1, -1, -1))
@@ -94,20 +106,32 @@ class KvMemory:
     def start_writes(self) -> tuple[Copy, ...]:
         """Blocks to write to host memory now; none if none wait. No write is under way."""
         copies, dropped = self.host.start_writes()
-        hashes = tuple(node.hash for node in dropped if node.hash is not None)
-        if hashes:
-            self._events.append(BlocksRemoved(hashes, Tier.HOST))
+        self._tell_dropped(dropped)
         return tuple(copies)
 
     def written(self) -> None:
         """That write is done."""
-        for node in self.host.written():
+        held = self.host.written()
+        for node in held:
             self._tell_stored([node], Tier.HOST)
+        self.storage.cached(held)
+
+    def start_ask(self, now_s: float, *, before: float) -> LookPlan | FetchPlan | None:
+        """What to ask the store for requests of a turn before `before`; None if nothing. Nothing is asked now."""
+        dropped: list[Node] = []
+        plan = self.storage.start_ask(now_s, before=before, dropped=dropped)
+        self._tell_dropped(dropped)
+        return plan
+
+    def fetched(self, verified: Sequence[bool]) -> None:
+        """That fetch is done; which of its blocks are in place."""
+        self._tell_stored(self.storage.fetched(verified), Tier.HOST)
 
     def clear(self) -> int:
         """Free every cached block, in every tier; answers how many. Only when nothing runs or is copied."""
         nodes = self.tree.clear()
         self._free.extend(node.block for node in nodes if node.on_device)
+        self.storage.clear()
         self.host.clear()
         self._events.append(CacheCleared())
         return len(nodes)
@@ -126,6 +150,11 @@ class KvMemory:
         self._free.append(block)
         self.evicted_blocks += 1
         return node.hash
+
+    def _tell_dropped(self, nodes: Sequence[Node]) -> None:
+        hashes = tuple(node.hash for node in nodes if node.hash is not None)
+        if hashes:
+            self._events.append(BlocksRemoved(hashes, Tier.HOST))
 
     def _tell_stored(self, nodes: Sequence[Node], tier: Tier) -> None:
         """One event for nodes of which each is the parent of the next; none for none."""

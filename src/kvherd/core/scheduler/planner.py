@@ -89,6 +89,8 @@ class StepPlanner:
         for sequence in self._waiting.before(admit_before):
             if draft.budget <= 0 or len(self.running) >= self._limits.max_running:
                 return
+            if sequence.awaits_store:
+                continue
             path = self._memory.tree.match(sequence.namespace, sequence.tokens, blocks=sequence.shareable_blocks)
             if self._being_computed(sequence, path, draft):
                 continue

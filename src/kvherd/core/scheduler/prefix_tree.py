@@ -14,7 +14,7 @@ import heapq
 from collections.abc import Iterator, Sequence
 from typing import Final
 
-from kvherd.core.ids import EngineHash
+from kvherd.core.ids import BlockName, EngineHash
 from kvherd.core.scheduler.hashes import Namespace, block_hash
 
 Tokens = tuple[int, ...]
@@ -41,6 +41,7 @@ class Node:
         "pins",
         "released",
         "serial",
+        "store_name",
         "tokens",
     )
 
@@ -58,6 +59,7 @@ class Node:
         self.host = NOWHERE
         self.host_children = 0
         self.host_pins = 0
+        self.store_name: BlockName | None = None
 
     @property
     def is_root(self) -> bool:
@@ -120,6 +122,13 @@ class PrefixTree:
         node.pins = 1
         parent.device_children += 1
         self.size += 1
+        return node
+
+    def insert_away(self, parent: Node, tokens: Sequence[int], index: int) -> Node:
+        """Make block `index` of `tokens`, about to be in host memory, a child of `parent`, which has none such."""
+        self._serial += 1
+        node = Node(parent, self._block(tokens, index), parent.namespace, NOWHERE, self._serial)
+        parent.children[node.tokens] = node
         return node
 
     def bring(self, node: Node, block: int) -> None:
@@ -200,11 +209,17 @@ class PrefixTree:
             self._oldest = [(each.released, each.serial, each) for each in self.nodes() if each.evictable]
             heapq.heapify(self._oldest)
 
+    def forget_if_empty(self, namespace: Namespace) -> None:
+        """Salts come and go; their empty roots must not pile up."""
+        root = self._roots.get(namespace)
+        if root is not None and not root.children:
+            del self._roots[namespace]
+
     def _remove(self, node: Node, parent: Node) -> None:
         del parent.children[node.tokens]
         node.parent = None
-        if parent.is_root and not parent.children:
-            self._roots.pop(parent.namespace, None)  # salts come and go; their empty roots must not pile up
+        if parent.is_root:
+            self.forget_if_empty(parent.namespace)
 
     def validate(self) -> None:
         """Raise `AssertionError` unless the rules above hold."""

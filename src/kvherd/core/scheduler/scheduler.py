@@ -9,6 +9,9 @@ Rules for whoever drives it:
 
 4. `plan_write` gives blocks to copy to host memory, or None. Copy them beside whatever step runs, then call
    `complete_write`. No other write is planned in between.
+5. `plan_ask` gives blocks to find in the store or to read from it into host memory, `plan_put` blocks to write from
+   there to the store, each or None: the same again, with `complete_look`, `complete_fetch` and `complete_put`. Ask for
+   this plan before a step's: requests that need not wait for the store are in the step then.
 
 Data-parallel ranks are this class once a rank.
 """
@@ -28,7 +31,7 @@ from kvherd.core.scheduler.flushes import Flushes, PendingFlush
 from kvherd.core.scheduler.kv_memory import KvMemory
 from kvherd.core.scheduler.planner import StepPlanner
 from kvherd.core.scheduler.sequence import Sequence
-from kvherd.core.scheduler.steps import Choice, News, SchedulerLimits, StepPlan, WritePlan
+from kvherd.core.scheduler.steps import Choice, FetchPlan, LookPlan, News, PutPlan, SchedulerLimits, StepPlan, WritePlan
 from kvherd.core.scheduler.totals import Totals
 from kvherd.core.scheduler.waiting import WaitingQueue
 
@@ -41,7 +44,13 @@ class Scheduler:
     def __init__(self, rank: Rank, limits: SchedulerLimits) -> None:
         self._rank = rank
         self._limits = limits
-        self._memory = KvMemory(blocks=limits.pool_blocks, block_size=limits.block_size, host_blocks=limits.host_blocks)
+        self._memory = KvMemory(
+            blocks=limits.pool_blocks,
+            block_size=limits.block_size,
+            host_blocks=limits.host_blocks,
+            store=limits.store,
+            store_patience_s=limits.store_patience_s,
+        )
         self._waiting = WaitingQueue()
         self._planner = StepPlanner(limits, self._memory, self._waiting)
         self._flushes = Flushes(rank)
@@ -58,7 +67,8 @@ class Scheduler:
     @property
     def next_deadline_s(self) -> float | None:
         """When `expire` is due."""
-        return self._flushes.next_deadline_s
+        times_s = (self._flushes.next_deadline_s, self._memory.storage.next_deadline_s)
+        return min((time_s for time_s in times_s if time_s is not None), default=None)
 
     def submit(self, request: GenerationRequest, now_s: float) -> News:
         """Queue a request. One that can never run, or for which there is no place, ends at once with the reason.
@@ -79,6 +89,7 @@ class Scheduler:
         sequence.uncached_tokens = len(sequence.tokens) - len(cached) * self._limits.block_size
         self._alive[request.request] = sequence
         self._waiting.add(sequence)
+        self._memory.storage.expect(sequence, now_s)
         return self._settle(now_s)
 
     def abort(self, request: RequestId, reason: str, now_s: float) -> News:
@@ -123,7 +134,7 @@ class Scheduler:
         return News(answers=(OrderAnswer(order, self._rank, done=True, message="", load=self.load(now_s)),))
 
     def expire(self, now_s: float) -> News:
-        """Time has passed: flushes whose time has come are answered so."""
+        """Time has passed: flushes whose time has come are answered so, requests do not wait for the store for ever."""
         return self._settle(now_s)
 
     def plan_step(self) -> StepPlan | None:
@@ -147,6 +158,37 @@ class Scheduler:
         """The planned write is done."""
         expired = self._expire(now_s)  # with what was in its way then
         self._memory.written()
+        return self._settle(now_s, expired=expired)
+
+    def plan_ask(self, now_s: float) -> LookPlan | FetchPlan | None:
+        """Decide what to ask the store next; None if nobody waits for it."""
+        if self._memory.storage.asked:
+            return None
+        plan = self._memory.start_ask(now_s, before=self._flushes.hold_from)
+        return replace(plan, events=self._memory.take_events()) if isinstance(plan, FetchPlan) else plan
+
+    def complete_look(self, found: int, now_s: float) -> News:
+        """The planned look is done: so many of its blocks are there, from the first on."""
+        self._memory.storage.looked(found)
+        return self._settle(now_s)
+
+    def complete_fetch(self, verified: Listing[bool], now_s: float) -> News:
+        """The planned fetch is done; `verified` says of each block whether its bytes are in place and right."""
+        expired = self._expire(now_s)
+        self._memory.fetched(verified)
+        return self._settle(now_s, expired=expired)
+
+    def plan_put(self) -> PutPlan | None:
+        """Decide which blocks to write to the store next; None if none wait, or a flush waits for the last put."""
+        if self._memory.storage.putting or self._flushes:
+            return None
+        blocks = self._memory.storage.start_put()
+        return PutPlan(tuple(blocks)) if blocks else None
+
+    def complete_put(self, kept: Listing[bool], now_s: float) -> News:
+        """The planned put is done; `kept` says of each block whether the store has it."""
+        expired = self._expire(now_s)
+        self._memory.storage.finish_put(kept)
         return self._settle(now_s, expired=expired)
 
     def complete_step(self, choices: Listing[Choice], now_s: float) -> News:
@@ -196,6 +238,9 @@ class Scheduler:
             host_used_tokens=len(self._memory.host) * size,
             host_capacity_tokens=self._limits.host_blocks * size,
             host_loaded_tokens_total=totals.loaded_tokens,
+            store_fetched_tokens_total=self._memory.storage.fetched_blocks * size,
+            store_put_tokens_total=self._memory.storage.put_blocks * size,
+            store_failed_puts_total=self._memory.storage.failed_puts,
             used_blocks=self._limits.pool_blocks - cached - free,
             cached_blocks=cached,
             free_blocks=free,
@@ -250,6 +295,7 @@ class Scheduler:
         sequence.ended = True
         if sequence.serial not in self._planner.running:
             self._waiting.remove(sequence)
+            self._memory.storage.release(sequence)
         elif self._stepping is None or all(row.serial != sequence.serial for row in self._stepping.rows):
             self._planner.release(sequence)
 
@@ -264,8 +310,14 @@ class Scheduler:
         """What keeps the rank from being idle; requests that a flush holds back do not."""
         running = len(self._planner.running)
         queued = self._waiting.count_before(self._flushes.hold_from)
-        writing = self._memory.host.writing
-        counts = (("running", running), ("queued", queued), ("writing", writing))
+        host, storage = self._memory.host, self._memory.storage
+        counts = (
+            ("running", running),
+            ("queued", queued),
+            ("writing", host.writing),
+            ("storing", storage.putting),
+            ("prefetching", storage.fetching),
+        )
         return tuple(Blocker(kind, count) for kind, count in counts if count)
 
     def _expire(self, now_s: float) -> list[OrderAnswer]:
@@ -273,6 +325,7 @@ class Scheduler:
 
     def _settle(self, now_s: float, progress: Listing[Progress] = (), expired: Listing[OrderAnswer] = ()) -> News:
         """After anything changed: expire flushes, then clear if any still waits and nothing is in its way."""
+        self._memory.storage.give_up(now_s)
         answers = [*expired, *self._expire(now_s)]
         if self._flushes and not self._blockers():
             self._totals.flushes += 1
@@ -291,9 +344,10 @@ class Scheduler:
             for node in sequence.path:
                 pins[id(node)] = pins.get(id(node), 0) + 1
         assert all(node.pins == pins.get(id(node), 0) for node in self._memory.tree.nodes())
+        kept = {id(node) for node in self._memory.storage.pinned()}
         assert (
             self._stepping is not None
-            or not any(node.host_pins for node in self._memory.tree.nodes())
+            or not any(node.host_pins for node in self._memory.tree.nodes() if id(node) not in kept)
             or self._memory.host.writing
         )
         assert all(not sequence.blocks and not sequence.path for sequence in waiting)

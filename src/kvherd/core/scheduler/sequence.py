@@ -29,6 +29,7 @@ class Sequence:
     cached_tokens: int | None = None
     host_tokens: int | None = None
     uncached_tokens: int = 0
+    awaits_store: bool = False
     ended: bool = False
 
     @property

@@ -5,14 +5,15 @@ from dataclasses import dataclass
 
 from kvherd.core.engine.generation import Sampling, TokenDelta, TokenLogprob
 from kvherd.core.engine.reports import OrderAnswer
-from kvherd.core.ids import RequestId
+from kvherd.core.ids import BlockName, RequestId
 from kvherd.core.kv.events import KvEvent
 
 
 @dataclass(frozen=True, slots=True)
 class SchedulerLimits:
     """What one rank can hold and do. `chunk_tokens` is the budget of new tokens in one step; `host_blocks` 0 is no host
-    tier.
+    tier. `store` names the weights and the layout of blocks in the store behind it, None is no store; a request waits
+    for it at most `store_patience_s`.
     """
 
     pool_blocks: int
@@ -20,6 +21,8 @@ class SchedulerLimits:
     max_context_tokens: int
     block_size: int = 16
     host_blocks: int = 0
+    store: str | None = None
+    store_patience_s: float = 2.0
     max_running: int = 32
     max_waiting: int = 1024
     chunk_tokens: int = 512
@@ -73,6 +76,38 @@ class WritePlan:
 
     copies: tuple[Copy, ...]
     events: tuple[KvEvent, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class NamedSlot:
+    """One block between host memory and the store."""
+
+    name: BlockName
+    slot: int
+
+
+@dataclass(frozen=True, slots=True)
+class LookPlan:
+    """Find out how many of these the store has, from the first on without a hole."""
+
+    names: tuple[BlockName, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class FetchPlan:
+    """Blocks to read from the store into host memory, each the parent of the next: the first that cannot be verified
+    in place makes those behind it worthless.
+    """
+
+    blocks: tuple[NamedSlot, ...]
+    events: tuple[KvEvent, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class PutPlan:
+    """Blocks to write from host memory to the store, in any order."""
+
+    blocks: tuple[NamedSlot, ...]
 
 
 @dataclass(frozen=True, slots=True)

@@ -89,6 +89,17 @@ _TOTALS = (
         "Tokens brought back from the host tier.",
         lambda load: load.host_loaded_tokens_total,
     ),
+    _Figure(
+        "kvherd_store_fetched_tokens",
+        "Tokens read from the store behind the host tier.",
+        lambda load: load.store_fetched_tokens_total,
+    ),
+    _Figure(
+        "kvherd_store_put_tokens",
+        "Tokens that were written to it, or were there already.",
+        lambda load: load.store_put_tokens_total,
+    ),
+    _Figure("kvherd_store_failed_puts", "Blocks that it did not take.", lambda load: load.store_failed_puts_total),
     _Figure("kvherd_steps", "Steps of the scheduler.", lambda load: load.steps_total),
 )
 
