@@ -702,3 +702,11 @@ async def test_a_worker_that_dies_during_a_flush_fails_it() -> None:
 def test_a_url_that_names_no_worker_is_refused(url: str, why: str) -> None:
     with pytest.raises(OptionInvalid, match=why):
         HttpWorker(ANN, url)
+
+
+async def test_what_is_added_to_one_answer_is_not_in_the_next() -> None:
+    async with RawServer(saying(json_answer(b"{}"))) as server, worker_at(server.url) as worker:
+        for name in ("a", "b", "c"):
+            responder = FakeResponder()
+            await worker.forward(call(extra_headers={"x-" + name: "1"}), responder)
+            assert [header for header in responder.headers if header.startswith("x-")] == ["x-" + name]

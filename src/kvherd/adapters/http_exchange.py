@@ -6,7 +6,8 @@ from typing import Any
 
 import msgspec
 
-from kvherd.adapters.http_pool import HttpPool, UpstreamBroken, UpstreamUnreachable
+from kvherd.adapters.http_connection import UpstreamBroken, UpstreamUnreachable
+from kvherd.adapters.http_pool import HttpPool
 from kvherd.adapters.http_url import HttpAddress
 from kvherd.adapters.tls import ClientTls, trusting_this_machine
 from kvherd.core.errors import WorkerFailed, WorkerUnreachable

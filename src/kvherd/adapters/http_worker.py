@@ -1,14 +1,14 @@
 """An engine worker that speaks HTTP: kvherd's own, vLLM, SGLang, or any OpenAI-compatible server."""
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import assert_never
 
+from kvherd.adapters.http_connection import UpstreamBroken, UpstreamUnreachable
 from kvherd.adapters.http_detect import detect
 from kvherd.adapters.http_exchange import HttpAnswer, HttpAsker, pool_to
 from kvherd.adapters.http_flush import flush_by_url, flush_vllm
 from kvherd.adapters.http_load import kvherd_load, metrics_load
-from kvherd.adapters.http_pool import HttpPool, UpstreamBroken, UpstreamUnreachable
+from kvherd.adapters.http_pool import HttpPool
 from kvherd.adapters.http_profile import engine_metrics, start_profile, stop_profile
 from kvherd.adapters.http_url import http_address
 from kvherd.adapters.tls import ClientTls
@@ -173,8 +173,8 @@ class HttpWorker:
         if call.rank is None:
             return call
         if self._facts is not None and self._facts.kind is WorkerKind.VLLM_HTTP:
-            return replace(call, headers=[*call.headers, (RANK_HEADER, b"%d" % call.rank)])
-        return replace(call, body=with_rank(call.body, call.rank))
+            return call._replace(headers=[*call.headers, (RANK_HEADER, b"%d" % call.rank)])
+        return call._replace(body=with_rank(call.body, call.rank))
 
     def _head(self, call: Call) -> bytes:
         left_out = self._left_out

@@ -3,7 +3,8 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import Protocol
+from types import MappingProxyType
+from typing import NamedTuple, Protocol
 
 from kvherd.core.ids import Rank, RequestId, WorkerId
 from kvherd.ports.completions import Usage
@@ -42,8 +43,7 @@ class WorkerFacts:
     addressable: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Call:
+class Call(NamedTuple):
     """One request on the data path. `body` is what the client sent, untouched; `prompt_token_ids` is what routing
     made of it, if it did (a gRPC worker needs it, an HTTP worker does not). `extra_headers` go into the answer.
 
@@ -61,7 +61,7 @@ class Call:
     model: str = ""
     stream: bool = False
     prompt_token_ids: Sequence[int] | None = None
-    extra_headers: Mapping[str, str] = field(default_factory=dict)
+    extra_headers: Mapping[str, str] = MappingProxyType({})
     rank: Rank | None = None
     on_first_token: Callable[[], None] | None = None
     on_usage: Callable[[Usage], None] | None = None

@@ -8,7 +8,7 @@ import re
 from dataclasses import dataclass
 
 from kvherd.core import errors
-from kvherd.core.fleet import keyring, spec
+from kvherd.core.fleet import keyring, refusals, spec
 from kvherd.core.ids import WorkerId
 from kvherd.core.kv import stream
 
@@ -61,6 +61,10 @@ TABLE: dict[type[errors.KvherdError], Status] = {
     errors.FrameInvalid: Status(400, "INVALID_ARGUMENT", "invalid_request_error", "frame_invalid"),
     errors.GatewayStopping: Status(503, "UNAVAILABLE", "server_error", "gateway_stopping"),
     errors.GatewayFull: Status(503, "UNAVAILABLE", "server_error", "gateway_full"),
+    refusals.DeadlinePassed: Status(504, "DEADLINE_EXCEEDED", "invalid_request_error", "deadline_passed"),
+    refusals.GatewayBusy: Status(429, "RESOURCE_EXHAUSTED", "rate_limit_error", "gateway_busy"),
+    refusals.WaitedInVain: Status(503, "UNAVAILABLE", "server_error", "waited_in_vain"),
+    refusals.DescriptorsExhausted: Status(503, "UNAVAILABLE", "server_error", "descriptors_exhausted"),
     errors.NoWorker: Status(503, "UNAVAILABLE", "server_error", "no_worker"),
     stream.EventsUnsupported: Status(501, "UNIMPLEMENTED", "server_error", "kv_events_unsupported"),
     stream.ResumeOutOfRange: Status(409, "OUT_OF_RANGE", "invalid_request_error", "kv_resume_out_of_range"),

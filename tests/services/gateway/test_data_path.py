@@ -39,6 +39,7 @@ from kvherd.services.gateway.credit import Credit
 from kvherd.services.gateway.fleet import Fleet
 from kvherd.services.gateway.heal import HealMode
 from kvherd.services.gateway.metrics import GatewayMetrics
+from kvherd.services.gateway.patience import Bounds
 from kvherd.services.gateway.relay.edge import DataRequest
 from kvherd.testing.tokenizer import ByteTokenizer
 from kvherd.testing.workers import FakeResponder, FakeWorker
@@ -376,7 +377,7 @@ async def test_an_error_of_the_caller_is_not_tried_elsewhere() -> None:
 
 
 async def test_a_worker_that_never_begins_is_given_up() -> None:
-    async with herd(fake(ANN, first_byte_s=9000.0), config=PathConfig(first_byte_s=60.0)) as it:
+    async with herd(fake(ANN, first_byte_s=9000.0), config=PathConfig(bounds=Bounds(first_byte_s=60.0))) as it:
         with pytest.raises(WorkerTimedOut, match="within 60 s"):
             await it.ask()
 
@@ -388,7 +389,7 @@ async def test_an_answer_that_has_begun_may_take_its_time() -> None:
             await asyncio.sleep(9000.0)
             responder.end()
 
-    async with herd(Slow(ANN, facts=FACTS), config=PathConfig(first_byte_s=60.0)) as it:
+    async with herd(Slow(ANN, facts=FACTS), config=PathConfig(bounds=Bounds(first_byte_s=60.0))) as it:
         assert (await it.ask()).ended
 
 

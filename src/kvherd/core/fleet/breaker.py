@@ -46,12 +46,14 @@ class Breaker:
 
     def admits(self, now_s: float) -> bool:
         """Whether a request may be sent now; changes nothing."""
+        if self._open_until_s is None:
+            return True
         state = self.state(now_s)
         return state is BreakerState.CLOSED or (state is BreakerState.HALF_OPEN and not self._trying)
 
     def begin(self, now_s: float) -> None:
         """A request that was admitted is on its way."""
-        if self.state(now_s) is BreakerState.HALF_OPEN:
+        if self._open_until_s is not None and self.state(now_s) is BreakerState.HALF_OPEN:
             self._trying = True
 
     def succeeded(self, now_s: float) -> None:

@@ -34,6 +34,9 @@ class Backlog:
         return self._total / rate
 
     def _advance(self, rate: float, now_s: float) -> None:
+        if not self._left:
+            self._at_s, self._total = max(self._at_s, now_s), 0.0  # floats drift; an empty backlog is exactly none
+            return
         done = rate * max(0.0, now_s - self._at_s)
         self._at_s = max(self._at_s, now_s)
         while done > 0 and self._left:
@@ -46,4 +49,4 @@ class Backlog:
             else:
                 self._left[request] = tokens - step
         if not self._left:
-            self._total = 0.0  # floats drift; an empty backlog is exactly none
+            self._total = 0.0

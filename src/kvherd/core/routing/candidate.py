@@ -1,8 +1,7 @@
 """All that routing may know: what is asked for, and each worker that might answer."""
 
-from dataclasses import dataclass
 from enum import StrEnum
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from kvherd.core.ids import Rank, WorkerId
 
@@ -18,9 +17,8 @@ class KvKnowledge(StrEnum):
     UNTOLD = "untold"  # it publishes none; what it was sent lately is all there is
 
 
-@dataclass(frozen=True, slots=True)
-class Ask:
-    """A request, as far as it matters where it goes.
+class Ask(NamedTuple):
+    """A request, as far as it matters where it goes. Tuples here, as one for each worker is made for every request.
 
     `prompt_tokens` is an estimate where the prompt was not tokenized. `affinity` keeps requests together that belong
     together (a user, a session): equal values go to one worker under `consistent_hash`.
@@ -31,8 +29,7 @@ class Ask:
     affinity: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Candidate:
+class Candidate(NamedTuple):
     """One worker, or one rank of it where ranks can be addressed, at this moment.
 
     `unavailable` says in words why it takes no request, empty if it does. `matched_tokens` are the leading prompt

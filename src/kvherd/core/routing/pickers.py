@@ -1,10 +1,9 @@
 """How one of several candidates is taken, given their costs. Chance comes in as dice."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from hashlib import blake2b
 from math import log
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from kvherd.core.routing.candidate import Ask, Candidate
 
@@ -12,8 +11,7 @@ Dice = Callable[[], float]
 """Throws a number in 0..1, 1 excluded."""
 
 
-@dataclass(frozen=True, slots=True)
-class Costed:
+class Costed(NamedTuple):
     """A candidate and what each scorer charges for it, by name, in seconds."""
 
     candidate: Candidate

@@ -10,6 +10,7 @@ To add one, write its filters, scorers or picker and give it a line in `_POLICIE
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from kvherd.core.errors import OptionInvalid
 from kvherd.core.routing import filters as rules
@@ -29,14 +30,12 @@ class Weights:
     tau_s: float = 300.0
 
 
-@dataclass(frozen=True, slots=True)
-class RuledOut:
+class RuledOut(NamedTuple):
     candidate: Candidate
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class Explanation:
+class Explanation(NamedTuple):
     """Every candidate with its costs or the reason why it was none, and the one that was taken."""
 
     policy: str
@@ -64,12 +63,14 @@ class Policy:
         costed: list[Costed] = []
         ruled_out: list[RuledOut] = []
         for candidate in candidates:
-            reason = next(filter(None, (rule(candidate, ask) for rule in self.filters)), None)
-            if reason is not None:
-                ruled_out.append(RuledOut(candidate, reason))
-                continue
-            costs = tuple((name, score(candidate, ask)) for name, score in self.scorers)
-            costed.append(Costed(candidate, costs))
+            for rule in self.filters:
+                reason = rule(candidate, ask)
+                if reason:
+                    ruled_out.append(RuledOut(candidate, reason))
+                    break
+            else:
+                costs = tuple([(name, score(candidate, ask)) for name, score in self.scorers])
+                costed.append(Costed(candidate, costs))
         chosen = self.picker(costed, ask, dice).candidate if costed else None
         return Explanation(self.name, tuple(costed), tuple(ruled_out), chosen)
 

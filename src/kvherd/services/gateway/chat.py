@@ -11,18 +11,18 @@ import json
 import logging
 import random
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 
 from kvherd.core.errors import (
     CallerError,
     FieldInvalid,
+    FleetError,
     KvherdError,
     ModelUnknown,
     NoWorker,
     WorkerError,
     WorkerFailed,
     WorkerRefused,
-    WorkerTimedOut,
     WorkerUnreachable,
     WorkerUnsupported,
 )
@@ -40,6 +40,7 @@ from kvherd.services.gateway.fleet import Fleet
 from kvherd.services.gateway.heal import FullReports, HealMode, Incomplete
 from kvherd.services.gateway.metrics import GatewayMetrics
 from kvherd.services.gateway.parity import counted
+from kvherd.services.gateway.patience import Bounds, Patience
 from kvherd.services.gateway.prompts import EncodingCache, Prompt, read_prompt
 from kvherd.services.gateway.turn import Incoming, Renamed, Turn
 from kvherd.services.gateway.usage_samples import UsageSamples, WithoutUsage, uncompressed
@@ -61,13 +62,12 @@ STATEFUL_PATHS = frozenset({"/v1/responses"})
 
 @dataclass(frozen=True, slots=True)
 class PathConfig:
-    """`tries` counts the first. `first_byte_s` is how long a worker may take to begin its answer. `usage_sample` is the
-    share of streams that are asked for their usage though their client did not. `heal`: what brings credit back to
-    workers that may hold blocks nobody told of.
+    """`tries` counts the first. `usage_sample` is the share of streams that are asked for their usage though their
+    client did not. `heal`: what brings credit back to workers that may hold blocks nobody told of.
     """
 
     tries: int = 3
-    first_byte_s: float = 600.0
+    bounds: Bounds = field(default_factory=Bounds)
     usage_sample: float = 0.05
     heal: HealMode = HealMode.REPORT
 
@@ -99,6 +99,7 @@ class DataPath:
         self._encodings = EncodingCache()
         self._budget = RetryBudget()
         self._alive: set[RequestId] = set()
+        self._loop: asyncio.AbstractEventLoop | None = None
 
     async def __call__(self, incoming: Incoming, responder: Responder) -> None:
         turn = await self._read(incoming, responder)
@@ -129,9 +130,10 @@ class DataPath:
             prompt = await read_prompt(incoming.path, incoming.body, asked, tokenizer, self._encodings)
         else:
             prompt = Prompt(incoming.body)
-        explain = any(name == b"x-kvherd-explain" and value == b"1" for name, value in incoming.headers)
+        ends = _deadline(incoming.headers, began_s)
+        explain = (b"x-kvherd-explain", b"1") in incoming.headers
         witness = Witness(responder)
-        return Turn(incoming, self._unique(incoming.request), asked, model, prompt, witness, began_s, explain)
+        return Turn(incoming, self._unique(incoming.request), asked, model, prompt, witness, began_s, explain, ends)
 
     async def _serve(self, turn: Turn) -> None:
         """Choose and forward until a worker begins an answer. Raises a `KvherdError` if none does."""
@@ -157,7 +159,7 @@ class DataPath:
 
     def _choose(self, turn: Turn) -> tuple[Explanation, Mapping[Place, Match]]:
         now_s = self._now_s()
-        members = self._fleet.roster.select(lambda one: one.worker not in turn.tried)
+        members = [one for one in self._fleet.roster if one.worker not in turn.tried]
         matches = self._credit.matches(turn.prompt, members) if self._policy.remembers_prompts else {}
         tokens = turn.prompt.tokens
         candidates = []
@@ -206,46 +208,47 @@ class DataPath:
             alone = not turn.prompt.several and not turn.asked.branches
             turn.trial = self._audit.begin(member, turn.match, prompt_tokens=turn.prompt.tokens, alone=alone)
         call, responder = self._edited(turn, member)
-        self._credit.sent(turn.request, turn.prompt, member, turn.rank)
+        if self._policy.remembers_prompts:
+            self._credit.sent(turn.request, turn.prompt, member, turn.rank)
+        patience = Patience(self._clock, member, self._config.bounds, turn.ends)
+        turn.witness.on_start = patience.started
         try:
-            async with asyncio.timeout(self._config.first_byte_s) as patience:
-                turn.witness.on_start = lambda: patience.reschedule(None)
-                await self._fleet.worker(member.worker).forward(call, responder)
-        except TimeoutError:
-            late = WorkerTimedOut(member.worker, self._config.first_byte_s)
-            self._fleet.request_failed(member, late)
-            raise late from None
-        except WorkerError as error:
+            await self._fleet.worker(member.worker).forward(call, responder)
+        except (WorkerError, CallerError, FleetError) as error:
             self._learn_of_failure(member, error)
             raise
-        except (CallerError, asyncio.CancelledError):
-            member.breaker.abandoned()
-            raise
+        except asyncio.CancelledError:
+            self._learn_of_failure(member, patience.gave_up)
+            if patience.gave_up is None:
+                raise
+            raise patience.gave_up from None
         else:
             self._fleet.request_succeeded(member)
         finally:
+            patience.over()
             if turn.trial is not None:
                 self._audit.end(member, turn.trial)
             self._fleet.request_ended(member, turn.request)
-            self._credit.ended(turn.request)
+            if self._policy.remembers_prompts:
+                self._credit.ended(turn.request)
 
-    def _learn_of_failure(self, member: Member, error: WorkerError) -> None:
-        if isinstance(error, WorkerRefused | WorkerUnsupported):
-            member.breaker.abandoned()  # it is well, and said no
-        else:
+    def _learn_of_failure(self, member: Member, error: KvherdError | None) -> None:
+        if isinstance(error, WorkerError) and not isinstance(error, WorkerRefused | WorkerUnsupported):
             self._fleet.request_failed(member, error)
+        else:
+            member.breaker.abandoned()  # it is well, and said no; or its client has left
 
     def _edited(self, turn: Turn, member: Member) -> tuple[Call, Responder]:
         """What is sent to this worker, and what becomes of its answer on the way to the client."""
         call = self._call(turn, member)
         reporting = self._reports.ask(turn, member, call.body)
         if reporting is not None:
-            call = replace(call, body=reporting)
+            call = call._replace(body=reporting)
         sampling = self._samples.ask(turn, member, call.body)
         turn.sampled = sampling is not None
         if sampling is None:
             return call, turn.witness
-        return replace(call, body=sampling, headers=uncompressed(call.headers)), WithoutUsage(turn.witness)
+        return call._replace(body=sampling, headers=uncompressed(call.headers)), WithoutUsage(turn.witness)
 
     def _call(self, turn: Turn, member: Member) -> Call:
         incoming = turn.incoming
@@ -365,4 +368,24 @@ class DataPath:
             counted(member, turn.prompt.classes, ours=turn.prompt.tokens, theirs=turn.usage.prompt_tokens)
 
     def _now_s(self) -> float:
-        return asyncio.get_running_loop().time()
+        return self._clock.time()
+
+    @property
+    def _clock(self) -> asyncio.AbstractEventLoop:
+        if self._loop is None:  # asked for once: each time costs a system call in 3.11
+            self._loop = asyncio.get_running_loop()
+        return self._loop
+
+
+def _deadline(headers: Sequence[tuple[bytes, bytes]], began_s: float) -> tuple[float, float] | None:
+    """When the client's own deadline comes, and how many seconds it gave. Raises `FieldInvalid`."""
+    told = next((value for name, value in headers if name == b"x-request-timeout"), None)
+    if told is None:
+        return None
+    try:
+        seconds = float(told)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < float("inf"):
+        raise FieldInvalid("x-request-timeout", "must be a number of seconds above 0")
+    return began_s + seconds, seconds

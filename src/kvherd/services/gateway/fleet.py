@@ -64,6 +64,7 @@ class Fleet:
         self._group = asyncio.TaskGroup()
 
     async def __aenter__(self) -> Self:
+        self._clock = asyncio.get_running_loop().time
         await self._group.__aenter__()
         return self
 
@@ -370,7 +371,7 @@ class Fleet:
         return drained
 
     def _now_s(self) -> float:
-        return asyncio.get_running_loop().time()
+        return self._clock()
 
 
 def _why(error: WorkerError) -> str:

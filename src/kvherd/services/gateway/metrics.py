@@ -1,6 +1,7 @@
 """The gateway's metrics, in a registry of its own."""
 
 from collections.abc import Callable, Iterable
+from functools import lru_cache
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -15,6 +16,9 @@ from kvherd.ports.tls import ServerTls
 from kvherd.wire.fleet_json import KvView
 
 _TTFT_BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+
+
+_REMEMBERED = 1024
 
 
 class GatewayMetrics:
@@ -35,6 +39,9 @@ class GatewayMetrics:
             buckets=_TTFT_BUCKETS_S,
             registry=self._registry,
         )
+        # Finding a series by its labels costs more than counting in it.
+        self._count = lru_cache(_REMEMBERED)(self._requests.labels)
+        self._time = lru_cache(_REMEMBERED)(self._ttft_s.labels)
         self._retries = Counter(
             "kvherd_gateway_retries",
             "Requests sent elsewhere after this worker failed",
@@ -63,9 +70,9 @@ class GatewayMetrics:
         return Counter(f"kvherd_gateway_{name}", text, ["worker", *labels], registry=self._registry)
 
     def ended(self, worker: str, model: str, outcome: str, ttft_s: float | None) -> None:
-        self._requests.labels(worker, model, outcome).inc()
+        self._count(worker, model, outcome).inc()
         if ttft_s is not None:
-            self._ttft_s.labels(worker).observe(ttft_s)
+            self._time(worker).observe(ttft_s)
 
     def retried(self, worker: WorkerId) -> None:
         self._retries.labels(worker).inc()

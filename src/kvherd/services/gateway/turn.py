@@ -53,6 +53,8 @@ class Turn:
     witness: Witness
     began_s: float
     explain: bool
+    ends: tuple[float, float] | None = None
+    """When the client's own deadline comes, and how many seconds it gave."""
     tried: dict[WorkerId, WorkerError] = field(default_factory=dict)
     last_error: WorkerError | None = None
     member: Member | None = None

@@ -444,3 +444,34 @@ async def test_more_than_an_answer_never_reaches_the_next_request() -> None:
     async with stage(once(json_answer(b"hi") + json_answer(b"smuggled"))) as at, at.client() as client:
         assert (await client.ask(told())).body == b"hi"
         assert json.loads((await client.ask(NEXT)).body) == ["/v1/next", "next"]
+
+
+@pytest.mark.net
+async def test_answers_with_one_head_over_one_connection_are_each_the_right_one() -> None:
+    said = [
+        json_answer(b"hi"),
+        json_answer(b""),
+        json_answer(b"x" * 3000),
+        json_answer(b"hi", extra=b"X-A: 1\r\n"),
+        json_answer(b"hi", status="404 Not Found"),
+        b"HTTP/1.1 103 Early Hints\r\n\r\n" + json_answer(b"hello"),
+        SSE_HEAD + chunk(b"data: 1\n\n") + chunk(b""),
+        json_answer(b"2\r\n\r\nhi"),
+        b"HTTP/1.1 204 No Content\r\n\r\n",
+    ]
+    answers = [answer for answer in said for _ in range(3)]
+
+    async def one_by_one(_: RawRequest, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(answers[len(at.engine.requests) - 1])
+
+    async with stage(one_by_one) as at, at.client() as client:
+        for answer in answers:
+            got = await client.ask(told())
+            assert got.status == int(answer.rpartition(b"HTTP/1.1 ")[2][:3])
+            assert got.whole
+            assert got.headers.get("x-a") == ("1" if b"X-A" in answer else None)
+            assert got.body == (b"data: 1\n\n" if b"chunked" in answer else answer.rpartition(b"\r\n\r\n")[2]) or (
+                got.body == b"2\r\n\r\nhi"
+            )
+            assert len(got.headers) == len({*got.headers})
+        assert at.engine.connections == 1

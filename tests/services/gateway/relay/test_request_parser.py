@@ -233,3 +233,62 @@ def test_a_target_in_absolute_form_is_its_path() -> None:
 )
 def test_only_plain_paths_of_the_data_path_are_data(method: str, path: str, data: bool) -> None:
     assert is_data(method, path) is data
+
+
+def post_of(length: bytes, body: bytes, extra: bytes = b"") -> bytes:
+    head = b"POST /v1/x?q=1 HTTP/1.1\r\nHost: h\r\nX-A: a\r\nContent-Length: %b\r\n%bX-B: b\r\n\r\n"
+    return head % (length, extra) + body
+
+
+def seen(item: object) -> tuple[object, ...]:
+    assert isinstance(item, Incoming)
+    request = item.request
+    named = [header for header in request.headers if header[0] not in {b"x-request-id", b"traceparent"}]
+    return (request.method, request.target, request.body, named, item.keep_alive, item.http10)
+
+
+@pytest.mark.parametrize(
+    "second",
+    [
+        post_of(b"3", b"two"),
+        post_of(b"0", b""),
+        post_of(b"3", b"two") + post_of(b"5", b"three"),
+        post_of(b"3", b"two", b"X-C: c\r\n"),
+        post_of(b"3", b"two", b"traceparent: 00-a-b-01\r\n"),
+        post_of(b"3", b"two").replace(b"X-A: a", b"X-A: b"),
+        post_of(b"3", b"two").replace(b"HTTP/1.1", b"HTTP/1.0"),
+        post_of(b"3", b"two", b"Connection: close\r\n"),
+        post_of(b"6", b"3\r\n\r\nX"),
+        GET,
+    ],
+)
+def test_a_head_seen_before_changes_nothing_about_what_is_read(second: bytes) -> None:
+    used = parse(*(post_of(b"%d" % len(body), body) for body in (b"zero", b"one", b"once more")), second)
+    fresh = parse(second)
+    assert [seen(item) for item in list(used.ready)[3:]] == [seen(item) for item in fresh.ready]
+    assert (used.ended, used.stage) == (fresh.ended, fresh.stage)
+    assert len({item.request.request for item in used.ready if isinstance(item, Incoming)}) == len(used.ready)
+
+
+@pytest.mark.parametrize(
+    "second",
+    [
+        post_of(b"+3", b"two"),
+        post_of(b"-3", b"two"),
+        post_of(b"0x3", b"two"),
+        post_of(b"3 3", b"two"),
+        post_of(b"", b"two"),
+        post_of(b"3,3", b"two"),
+        post_of(b"\xb2", b"tw"),
+        post_of(b"3", b"two", b"Content-Length: 3\r\n"),
+        post_of(b"3", b"two", b"Transfer-Encoding: chunked\r\n"),
+        post_of(b"99999999999999999999", b"two"),
+        post_of(b"99999999", b"two"),
+    ],
+)
+def test_a_head_seen_before_lets_nothing_pass_that_would_be_refused(second: bytes) -> None:
+    used = parse(*[post_of(b"3", b"one")] * 3, second, limits=RelayLimits(body_bytes=1000))
+    assert len(used.ready) == 4
+    assert used.ended
+    fresh = parse(second, limits=RelayLimits(body_bytes=1000))
+    assert type(error(used)) is type(error(fresh))

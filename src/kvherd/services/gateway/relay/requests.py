@@ -6,8 +6,6 @@ no version but 1.0 and 1.1, exactly one Host in 1.1, bounds on head, body and wh
 nothing more is read: a parser that lost its place must not guess where the next request begins.
 """
 
-import itertools
-import random
 import re
 from collections import deque
 from dataclasses import dataclass
@@ -17,8 +15,9 @@ from typing import NamedTuple
 import httptools
 
 from kvherd.core.errors import BodyTooLarge, FrameInvalid, HeadTooLarge, KvherdError, Unsupported
-from kvherd.core.ids import RequestId
 from kvherd.services.gateway.relay.edge import DataRequest, RelayLimits
+from kvherd.services.gateway.relay.identity import forwarded, identify
+from kvherd.wire.http_heads import KnownHead
 
 
 class Stage(Enum):
@@ -63,9 +62,6 @@ _METHODS = {name.encode(): name for name in ("GET", "HEAD", "POST", "PUT", "PATC
 _REQUEST_ID = re.compile(rb"[!#$%&'()*+,\-./0-9:;<=>?@A-Z\[\]^_`a-z{|}~]{1,128}")  # no space, quote or backslash
 _HOST = re.compile(rb"[A-Za-z0-9._~!$&'()*+,;=%\-\[\]:]*")
 _BYTES_AROUND_A_CHUNK = 8
-# Identifiers are half this process's own dice, half a count: one cast for each request would cost more than parsing it.
-_OURS = b"%016x" % random.SystemRandom().getrandbits(64)
-_counted = itertools.count(random.SystemRandom().getrandbits(63))
 
 
 class RequestParser:
@@ -93,11 +89,14 @@ class RequestParser:
         "_hosts",
         "_http10",
         "_limits",
+        "_misses",
         "_parser",
         "_peer",
         "_piece_is_shared",
+        "_told",
         "_upgrade",
         "_url",
+        "_usual",
         "ended",
         "ready",
         "stage",
@@ -107,7 +106,7 @@ class RequestParser:
     def __init__(self, limits: RelayLimits, peer: str) -> None:
         self._limits = limits
         self._peer = peer
-        self._forwarded = _forwarded(peer)
+        self._forwarded = forwarded(peer)
         self._parser = httptools.HttpRequestParser(self)
         self.ready: deque[Incoming | Refusal] = deque()
         self.ended = False
@@ -115,6 +114,8 @@ class RequestParser:
         self.wants_continue = False
         self._fed = self._head_fed = 0
         self._piece_is_shared = False
+        self._usual: _Usual | None = None
+        self._misses = self._told = 0
         self._url = b""
         self._body: list[bytes] = []
         self.on_message_begin()
@@ -123,11 +124,24 @@ class RequestParser:
     def feed(self, data: bytes) -> None:
         if self.ended:
             return
+        begins = self.stage is _IDLE
+        if begins and self._usual is not None and self._recall(data, self._usual):
+            return
         self._fed = len(data)
         if self.stage is not _BODY:
             self._head_fed += self._fed
         elif self._chunked:
             self._body_fed += self._fed
+        self._parse(data)
+        if self._piece_is_shared:
+            if begins and self.stage is _IDLE:
+                self._remember(data)
+            self._piece_is_shared = False
+            self._head_fed = 0 if self.stage is _IDLE else self._head_size()
+        if self.stage is not _IDLE:
+            self._check_growth()
+
+    def _parse(self, data: bytes) -> None:
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserUpgrade as upgrade:
@@ -138,11 +152,39 @@ class RequestParser:
             self.refuse(error.__context__.error)
         except httptools.HttpParserError as error:
             self.refuse(FrameInvalid("HTTP/1.1", str(error)))
-        if self._piece_is_shared:
-            self._piece_is_shared = False
-            self._head_fed = 0 if self.stage is _IDLE else self._head_size()
-        if self.stage is not _IDLE:
-            self._check_growth()
+
+    def _recall(self, data: bytes, usual: "_Usual") -> bool:
+        """Whether the piece is one whole request with the head of an earlier one; then it is `ready`."""
+        found = usual.head.body(data)
+        if found is None:
+            return False
+        begin, length = found
+        if begin + length != len(data) or length > self._limits.body_bytes:
+            return False
+        headers = usual.headers.copy()
+        headers[usual.length_at] = (b"content-length", b"%d" % length)
+        identified = identify(headers, named=False, traced=usual.has_traceparent)
+        headers += self._forwarded
+        request = DataRequest(usual.method, usual.path, usual.query, headers, data[begin:], self._peer, identified)
+        self.ready.append(Incoming(request, keep_alive=True, http10=False))
+        self._misses = 0
+        return True
+
+    def _remember(self, data: bytes) -> None:
+        """Keep the head of a request that was a piece by itself, if nothing about it is rare."""
+        self._misses += 1
+        if self._misses & (self._misses - 1):  # heads that are never the same are looked at ever more rarely
+            return
+        self._usual = None
+        rare = self._chunked or self._upgrade or self._expect or self._connection or self._has_request_id
+        if rare or self.ended or self._http10 or len(self.ready) != 1 or data.startswith(b"\r"):
+            return
+        head, last = KnownHead.of(data), self.ready[0]
+        if head is not None and isinstance(last, Incoming):
+            request, headers = last.request, self._headers[: self._told]
+            at = next(index for index, header in enumerate(headers) if header[0] == b"content-length")
+            method, path, query = request.method, request.path, request.query
+            self._usual = _Usual(head, method, path, query, headers, at, self._has_traceparent)
 
     def refuse(self, error: KvherdError) -> None:
         """Put a refusal behind what is ready, and read nothing more. Does nothing if that is so already."""
@@ -312,14 +354,8 @@ class RequestParser:
     def _request(self) -> DataRequest:
         headers = self._headers
         method = self._parser.get_method()
-        mine = b"%016x" % next(_counted)
-        if not self._has_request_id:
-            made = _OURS + mine
-            headers.append((b"x-request-id", made))
-        else:
-            made = next(value for name, value in headers if name == b"x-request-id")
-        if not self._has_traceparent:
-            headers.append((b"traceparent", b"00-" + _OURS + mine + b"-" + mine + b"-01"))
+        self._told = len(headers)
+        identified = identify(headers, named=self._has_request_id, traced=self._has_traceparent)
         headers += self._forwarded
         parts = self._body
         body = b"" if not parts else parts[0] if len(parts) == 1 else b"".join(parts)
@@ -330,7 +366,19 @@ class RequestParser:
                 raise _Refused(Unsupported("CONNECT"))
             path = _path_of(path)
         name = _METHODS.get(method) or method.decode("latin-1")
-        return DataRequest(name, path, query, headers, body, self._peer, RequestId(made.decode("latin-1")))
+        return DataRequest(name, path, query, headers, body, self._peer, identified)
+
+
+class _Usual(NamedTuple):
+    """A request with a head that may come again, without what is of its own."""
+
+    head: KnownHead
+    method: str
+    path: str
+    query: str
+    headers: list[tuple[bytes, bytes]]
+    length_at: int
+    has_traceparent: bool
 
 
 class _BodyOnly:
@@ -339,15 +387,6 @@ class _BodyOnly:
     def __init__(self, parser: RequestParser) -> None:
         self.on_body = parser.on_body
         self.on_message_complete = parser.on_message_complete
-
-
-def _forwarded(peer: str) -> tuple[tuple[bytes, bytes], ...]:
-    """Who is asking, for the worker's log, behind whatever the client itself said: the last line is the one we saw."""
-    host = peer.rpartition(":")[0].strip("[]").encode("ascii", "replace")
-    if not host or host == b"unix":
-        return ((b"forwarded", b"for=unknown"),)
-    node = b'"[%b]"' % host if b":" in host else host
-    return ((b"forwarded", b"for=" + node), (b"x-forwarded-for", host))
 
 
 def _path_of(target: str) -> str:

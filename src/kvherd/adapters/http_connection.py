@@ -1,0 +1,296 @@
+"""One HTTP/1.1 connection to a worker, on a bare protocol: what a relay needs of a client and no more.
+
+An answer's bytes go to a `Sink` from inside the read callback: no queue, no task and no wake-up for each piece. So
+that a sink which cannot keep up bounds what is read, after every `_SETTLE_BYTES` reading stops until `settle` returns.
+"""
+
+import asyncio
+from collections.abc import Callable
+from typing import NamedTuple, Protocol, cast
+
+import httptools
+
+from kvherd.wire.http_heads import KnownHead
+
+_SETTLE_BYTES = 64 * 1024
+_HEAD_BYTES = 64 * 1024
+_JOIN_BYTES = 16 * 1024
+_BODYLESS = frozenset({204, 304})
+
+
+class Sink(Protocol):
+    """Where an answer goes. `head` is called once, then `body` for each piece; both are cheap."""
+
+    def head(self, status: int, headers: list[tuple[bytes, bytes]]) -> None: ...
+
+    def body(self, data: bytes) -> None: ...
+
+    async def settle(self) -> None:
+        """Wait until more may come."""
+        ...
+
+
+class UpstreamUnreachable(Exception):
+    """No connection could be made."""
+
+
+class UpstreamBroken(Exception):
+    """The exchange cannot be completed; `reason` is for people.
+
+    `stale`: a kept connection ended before any byte of an answer, as an idle one may at any moment. `unsent`: nothing
+    of the request had left, so that it can be sent again whatever it is.
+    """
+
+    def __init__(self, reason: str, *, stale: bool = False, unsent: bool = False) -> None:
+        super().__init__(reason)
+        self.reason = reason
+        self.stale = stale
+        self.unsent = unsent
+
+
+class _Usual(NamedTuple):
+    """An answer's head that may come again."""
+
+    head: KnownHead
+    status: int
+    headers: list[tuple[bytes, bytes]]
+    length_at: int
+
+
+class UpstreamConnection(asyncio.Protocol):
+    """One connection, one exchange at a time; `reusable` says whether another may follow."""
+
+    __slots__ = (
+        "_begun",
+        "_framed",
+        "_gone",
+        "_head_fed",
+        "_headers",
+        "_in_body",
+        "_interim",
+        "_loop",
+        "_misses",
+        "_outcome",
+        "_parser",
+        "_paused",
+        "_sink",
+        "_told",
+        "_unsettled",
+        "_used",
+        "_usual",
+        "_wake",
+        "idle_since_s",
+        "lost",
+        "reusable",
+        "transport",
+    )
+
+    transport: asyncio.Transport
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, gone: Callable[["UpstreamConnection"], None]) -> None:
+        """`gone` is called when it has ended."""
+        self._loop = loop
+        self._gone = gone
+        self._parser = httptools.HttpResponseParser(self)
+        self._sink: Sink | None = None
+        self._wake: asyncio.Future[None] | None = None
+        self._outcome: bool | Exception = False
+        self._headers: list[tuple[bytes, bytes]] = []
+        self._begun = self._used = self._in_body = self._framed = self._interim = self._paused = False
+        self._unsettled = self._head_fed = self._misses = 0
+        self._told: list[tuple[bytes, bytes]] = []
+        self._usual: _Usual | None = None
+        self.lost = False
+        self.reusable = True
+        self.idle_since_s = 0.0
+
+    async def exchange(self, head: bytes, body: bytes, sink: Sink, sent: Callable[[], None] | None) -> None:
+        """Send one request and give its answer to the sink. Raises `UpstreamBroken`. Cancelled, it ends the
+        connection, which is how an engine learns that nobody waits any more.
+        """
+        if self.lost or self.transport.is_closing():
+            self.reusable = False
+            raise UpstreamBroken("the connection was closed", stale=True, unsent=True)
+        self._sink = sink
+        self._outcome = self._begun = self._in_body = False
+        self._unsettled = self._head_fed = 0
+        if len(body) <= _JOIN_BYTES:
+            self.transport.write(head + body)
+        else:
+            self.transport.writelines((head, body))
+        if sent is not None:
+            sent()
+        try:
+            while self._outcome is False:
+                self._wake = self._loop.create_future()
+                await self._wake
+                if self._paused and self._outcome is False:
+                    await sink.settle()
+                    self._unsettled = 0
+                    self._resume()
+        except BaseException:
+            self.reusable = False
+            self.transport.abort()
+            raise
+        finally:
+            self._sink = None
+            self._used = True
+        if self._paused:
+            self._resume()
+        self._raise_if_broken()
+
+    def _raise_if_broken(self) -> None:
+        if isinstance(self._outcome, Exception):
+            self.transport.abort()
+            raise self._outcome
+
+    def _resume(self) -> None:
+        if self._paused and not self.lost:
+            self.transport.resume_reading()
+        self._paused = False
+
+    # --- called by the event loop ---------------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = cast("asyncio.Transport", transport)  # uvloop's is none by class
+
+    def data_received(self, data: bytes) -> None:
+        if self._sink is None:  # an answer that nobody asked for must not become the next request's
+            self.reusable = False
+            self.transport.abort()
+            return
+        whole = not self._begun
+        if whole and self._usual is not None and self._recall(data, self._usual):
+            return
+        self._begun = True
+        if not self._in_body:
+            self._head_fed += len(data)
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserCallbackError as error:
+            self._finish(error.__context__ if isinstance(error.__context__, Exception) else error)
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
+            self._finish(UpstreamBroken(f"its answer is not HTTP/1.1: {error}"))
+        if whole and self._outcome is True:
+            self._remember(data)
+        if not self._in_body:
+            if self._head_fed > _HEAD_BYTES and self._outcome is False:
+                self._finish(UpstreamBroken(f"the headers of its answer are larger than {_HEAD_BYTES} bytes"))
+        elif self._unsettled > _SETTLE_BYTES:
+            self._stop_reading()
+
+    def _stop_reading(self) -> None:
+        if not self._paused and self._outcome is False:
+            self._paused = True
+            self.transport.pause_reading()
+            self._wake_up()
+
+    def _recall(self, data: bytes, usual: "_Usual") -> bool:
+        """Whether the piece is a whole answer with the head of an earlier one; then it is passed on."""
+        found = usual.head.body(data)
+        if found is None or found[0] + found[1] != len(data) or self._sink is None:
+            return False
+        begin, length = found
+        headers = usual.headers.copy()
+        headers[usual.length_at] = (b"content-length", b"%d" % length)
+        self._begun = True
+        self._misses = 0
+        if self.transport.get_write_buffer_size():
+            self.reusable = False
+        try:
+            self._sink.head(usual.status, headers)
+            if length:
+                self._sink.body(data[begin:])
+        except Exception as error:  # noqa: BLE001 - whatever a sink raises is for who waits, as when llhttp calls it
+            self._finish(error)
+        self._finish(True)
+        return True
+
+    def _remember(self, data: bytes) -> None:
+        """Keep the head of an answer that was a piece by itself and leaves the connection as it was."""
+        self._misses += 1
+        if self._misses & (self._misses - 1):  # heads that are never the same are looked at ever more rarely
+            return
+        self._usual = None
+        status = self._parser.get_status_code()
+        at = next((index for index, header in enumerate(self._told) if header[0] == b"content-length"), None)
+        # With another status the piece would begin with an interim answer.
+        if at is None or not self.reusable or status in _BODYLESS or not data.startswith(b"HTTP/1.1 %d" % status):
+            return
+        head = KnownHead.of(data)
+        if head is not None:
+            self._usual = _Usual(head, status, self._told, at)
+
+    def eof_received(self) -> bool:
+        return False
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.lost = True
+        self.reusable = False
+        if self._sink is not None:
+            if self._in_body and not self._framed and exc is None:
+                self._finish(True)
+            else:
+                when = "in the middle of its answer" if self._begun else "before it answered"
+                why = f" ({exc})" if exc is not None else ""
+                stale = self._used and not self._begun
+                self._finish(UpstreamBroken(f"it closed the connection {when}{why}", stale=stale))
+        self._gone(self)
+        del self._parser  # it refers back to this object
+
+    # --- called by llhttp -----------------------------------------------------------------------------------
+
+    def on_message_begin(self) -> None:
+        if self._outcome is not False:
+            raise UpstreamBroken("it sent more than was asked for")
+        self._headers = []
+        self._framed = self._interim = False
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self._in_body:  # a trailer
+            return
+        name = name.lower()
+        if name == b"content-length":
+            self._framed = True
+        elif name == b"transfer-encoding":
+            if value.lower() != b"chunked":
+                raise UpstreamBroken(f"its answer has an unknown transfer-encoding {value.decode('latin-1')!r}")
+            self._framed = True
+        self._headers.append((name, value))
+
+    def on_headers_complete(self) -> None:
+        status = self._parser.get_status_code()
+        if status < 200:
+            if status == 101:
+                raise UpstreamBroken("it switched protocols unasked")
+            self._interim = True
+            return
+        self._in_body = True
+        self._framed = self._framed or status in _BODYLESS
+        self._told = self._headers.copy()  # a sink may add to its own
+        if self._sink is not None:
+            self._sink.head(status, self._headers)
+
+    def on_body(self, data: bytes) -> None:
+        self._unsettled += len(data)
+        if self._sink is not None:
+            self._sink.body(data)
+
+    def on_message_complete(self) -> None:
+        if self._interim:
+            self._head_fed = 0
+            return
+        if not self._parser.should_keep_alive() or self.transport.get_write_buffer_size():
+            self.reusable = False
+        self._finish(True)
+
+    def _finish(self, outcome: bool | Exception) -> None:
+        if isinstance(outcome, Exception):
+            self.reusable = False
+        if self._outcome is False:
+            self._outcome = outcome
+            self._wake_up()
+
+    def _wake_up(self) -> None:
+        if self._wake is not None and not self._wake.done():
+            self._wake.set_result(None)

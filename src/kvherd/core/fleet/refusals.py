@@ -1,0 +1,43 @@
+"""Why a gateway itself serves no request now, or not any longer, whatever its workers could do."""
+
+from dataclasses import dataclass
+
+from kvherd.core.errors import CallerError, FleetError
+
+
+@dataclass(eq=False)
+class DeadlinePassed(CallerError):
+    """The client said how long it would wait."""
+
+    after_s: float
+
+    def __str__(self) -> str:
+        return f"the request was not answered within the {self.after_s:g} s that its x-request-timeout allows"
+
+
+@dataclass(eq=False)
+class GatewayBusy(FleetError):
+    """As many requests wait here already as may."""
+
+    limit: int
+    retry_after_s: int = 1
+
+    def __str__(self) -> str:
+        return f"{self.limit} requests are waiting here already, the limit; try again in {self.retry_after_s} s"
+
+
+@dataclass(eq=False)
+class WaitedInVain(FleetError):
+    after_s: float
+    retry_after_s: int = 1
+
+    def __str__(self) -> str:
+        return f"the request waited here for {self.after_s:g} s and its turn did not come; try again later"
+
+
+@dataclass(eq=False)
+class DescriptorsExhausted(FleetError):
+    retry_after_s: int = 1
+
+    def __str__(self) -> str:
+        return "the gateway has no file descriptor left for a connection to a worker; raise `ulimit -n`, or try later"

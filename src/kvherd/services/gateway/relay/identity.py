@@ -1,0 +1,34 @@
+"""What a request is given on its way: a name, a trace, and who it was that asked."""
+
+import itertools
+import random
+
+from kvherd.core.ids import RequestId
+
+Headers = list[tuple[bytes, bytes]]
+
+# Identifiers are half this process's own dice, half a count: one cast for each request would cost more than parsing it.
+_OURS = b"%016x" % random.SystemRandom().getrandbits(64)
+_counted = itertools.count(random.SystemRandom().getrandbits(63))
+
+
+def identify(headers: Headers, *, named: bool, traced: bool) -> RequestId:
+    """The request's name: what the client calls it if it is `named`, else one that is added; and a trace if none is."""
+    mine = b"%016x" % next(_counted)
+    if named:
+        name = next(value for key, value in headers if key == b"x-request-id")
+    else:
+        name = _OURS + mine
+        headers.append((b"x-request-id", name))
+    if not traced:
+        headers.append((b"traceparent", b"00-%b%b-%b-01" % (_OURS, mine, mine)))
+    return RequestId(name.decode("latin-1"))
+
+
+def forwarded(peer: str) -> tuple[tuple[bytes, bytes], ...]:
+    """Who is asking, for the worker's log, behind whatever the client itself said: the last line is the one we saw."""
+    host = peer.rpartition(":")[0].strip("[]").encode("ascii", "replace")
+    if not host or host == b"unix":
+        return ((b"forwarded", b"for=unknown"),)
+    node = b'"[%b]"' % host if b":" in host else host
+    return ((b"forwarded", b"for=" + node), (b"x-forwarded-for", host))
