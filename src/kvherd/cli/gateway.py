@@ -34,7 +34,7 @@ from kvherd.cli.gateway_tls import (
     worker_tls,
 )
 from kvherd.cli.lifetime import until_stopped
-from kvherd.cli.logs import LogLevel, start_logging
+from kvherd.cli.logs import LogLevel, start_access_log, start_logging
 from kvherd.cli.ports import require_free
 from kvherd.cli.worker_words import worker_spec
 from kvherd.core.fleet.spec import GRPC
@@ -116,6 +116,14 @@ def command(
     log_level: Annotated[LogLevel, typer.Option(help="Least level of the log, which goes to standard error.")] = (
         LogLevel.INFO
     ),
+    access_log: Annotated[
+        str | None,
+        typer.Option(
+            "--access-log",
+            metavar="FILE|-",
+            help="Write one line of JSON for every request there (- is standard output), in place of the log.",
+        ),
+    ] = None,
     supervised: Annotated[
         bool, typer.Option("--supervised", help="Stop when standard input ends, as its starter is gone then.")
     ] = False,
@@ -129,6 +137,8 @@ def command(
     answer whoever brings it.
     """
     start_logging(log_level)
+    if access_log is not None:
+        start_access_log(access_log)
     gateway_config = GatewayConfig(
         host=host,
         port=port,

@@ -65,7 +65,8 @@ class FakeWorker:
     """A worker of `ports.worker.Worker`.
 
     `fails` is raised by every call before anything happened; `breaks` ends an answer in its middle. `takes_s` is what
-    a flush waits on its engine, `opens_s` what connecting takes, `first_byte_s` how long an answer needs to begin.
+    a flush waits on its engine, `opens_s` what connecting takes, `first_byte_s` how long an answer needs to begin, and
+    `chunk_s` for each of its chunks.
     """
 
     id: WorkerId
@@ -75,6 +76,7 @@ class FakeWorker:
     takes_s: float = 0.0
     opens_s: float = 0.0
     first_byte_s: float = 0.0
+    chunk_s: float = 0.0
     says_opened: bool = True
     answer: FlushAnswer = field(default_factory=lambda: FlushAnswer(done=True, message="cleared"))
     chunks: tuple[bytes, ...] = (b'{"ok":', b"true}")
@@ -114,6 +116,7 @@ class FakeWorker:
             if call.on_first_token is not None and self.status == 200:
                 call.on_first_token()
             for chunk in self.chunks:
+                await asyncio.sleep(self.chunk_s)
                 responder.write(chunk)
                 await responder.drain()
                 if self.breaks:

@@ -466,6 +466,30 @@ async def test_the_log_has_the_figures_and_never_the_prompt(caplog: pytest.LogCa
     assert "hello" not in caplog.text
 
 
+async def test_the_line_of_a_stream_tells_the_time_to_and_between_its_tokens(caplog: pytest.LogCaptureFixture) -> None:
+    usage = Usage(prompt_tokens=11, cached_tokens=10, completion_tokens=5)
+    streaming = fake(ANN, usage=usage, first_byte_s=2.0, chunk_s=0.5)
+    async with herd(streaming) as it:
+        with caplog.at_level(logging.INFO, "kvherd.access"):
+            await it.send(
+                {"model": "m", "prompt": "secret words", "stream": True}, headers=((b"x-kvherd-explain", b"1"),)
+            )
+    line = json.loads(caplog.records[-1].message)
+    assert (line["stream"], line["ttft_s"], line["itl_s"], line["seconds"]) == (True, 2.0, 0.25, 3.0)
+    assert line["explain"]["chosen"] == ANN
+    assert line["at"].endswith("+00:00")
+    assert "secret" not in caplog.text
+
+
+async def test_a_request_that_is_refused_has_a_line_too(caplog: pytest.LogCaptureFixture) -> None:
+    async with herd(fake(ANN)) as it:
+        with caplog.at_level(logging.INFO, "kvherd.access"), pytest.raises(ModelUnknown):
+            await it.send({"model": "other", "prompt": "secret words"})
+    line = json.loads(caplog.records[-1].message)
+    assert (line["request"], line["outcome"], line["status"]) == ("r", "ModelUnknown", 404)
+    assert "secret" not in caplog.text
+
+
 async def test_a_stream_teaches_the_prefill_rate() -> None:
     async with herd(fake(ANN, first_byte_s=2.0)) as it:
         await it.ask("x" * 400, stream=True)

@@ -39,7 +39,7 @@ def exposed() -> dict[str, str]:
 def test_the_page_and_the_engine_have_the_same_metrics_of_the_same_kinds() -> None:
     rows = re.findall(
         r"^\| `([\w:]+)` \| (\w+) \| [^|]+ \| [^|]+ \|$",
-        PAGE.read_text().partition("\n## The bridge\n")[0],
+        PAGE.read_text().partition("\n## The gateway\n")[0],
         re.MULTILINE,
     )
     assert len(rows) == len(set(rows))

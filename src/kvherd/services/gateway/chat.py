@@ -7,7 +7,6 @@ error event. What was forwarded is what the client sent.
 """
 
 import asyncio
-import json
 import logging
 import random
 from collections.abc import Callable, Mapping, Sequence
@@ -34,6 +33,7 @@ from kvherd.core.routing.candidate import Ask, Place
 from kvherd.core.routing.policy import Explanation, Policy
 from kvherd.ports.completions import Usage
 from kvherd.ports.worker import Call, Responder
+from kvherd.services.gateway.access import AccessLog
 from kvherd.services.gateway.audit import Audit, reported_cached
 from kvherd.services.gateway.credit import Credit, Match
 from kvherd.services.gateway.fleet import Fleet
@@ -49,7 +49,6 @@ from kvherd.wire.fleet_json import explanation_header
 from kvherd.wire.openai.edits import with_model
 from kvherd.wire.openai.routing import peek
 
-access = logging.getLogger("kvherd.access")
 log = logging.getLogger(__name__)
 
 NO_MATCH = Match()
@@ -97,12 +96,17 @@ class DataPath:
         self._reports = FullReports(self._config.heal, incomplete, metrics)
         self._samples = UsageSamples(self._config.usage_sample, metrics, dice=dice)
         self._encodings = EncodingCache()
+        self._access = AccessLog(metrics)
         self._budget = RetryBudget()
         self._alive: set[RequestId] = set()
         self._loop: asyncio.AbstractEventLoop | None = None
 
     async def __call__(self, incoming: Incoming, responder: Responder) -> None:
-        turn = await self._read(incoming, responder)
+        try:
+            turn = await self._read(incoming, responder)
+        except KvherdError as error:
+            self._access.refused(incoming, error)
+            raise
         self._alive.add(turn.request)
         try:
             await self._serve(turn)
@@ -315,32 +319,9 @@ class DataPath:
 
     def _close(self, turn: Turn) -> None:
         """Learn from what was seen, and write one line about it; never a prompt."""
-        ttft_s = None if turn.first_token_at_s is None else turn.first_token_at_s - turn.began_s
         if turn.member is not None and turn.outcome == "answered" and turn.witness.status == 200:
             self._learn(turn, turn.member)
-        self._metrics.ended(turn.member.worker if turn.member else "", turn.model, turn.outcome, ttft_s)
-        if access.isEnabledFor(logging.INFO):
-            access.info(self._line(turn, ttft_s))
-
-    def _line(self, turn: Turn, ttft_s: float | None) -> str:
-        return json.dumps(
-            {
-                "request": turn.request,
-                "path": turn.incoming.path,
-                "model": turn.model,
-                "worker": turn.member.worker if turn.member else None,
-                "rank": turn.rank,
-                "outcome": turn.outcome,
-                "status": turn.witness.status or None,
-                "tries": len(turn.tried) + (turn.outcome == "answered"),
-                "prompt_tokens": turn.usage.prompt_tokens if turn.usage else None,
-                "completion_tokens": turn.usage.completion_tokens if turn.usage else None,
-                "predicted_cached_tokens": turn.predicted,
-                "cached_tokens": turn.usage.cached_tokens if turn.usage else None,
-                "ttft_s": None if ttft_s is None else round(ttft_s, 6),
-                "seconds": round(self._now_s() - turn.began_s, 6),
-            }
-        )
+        self._access.ended(turn, now_s=self._now_s())
 
     def _learn(self, turn: Turn, member: Member) -> None:
         """Truth and prefill rate from one complete answer."""

@@ -16,6 +16,7 @@ from kvherd.core.kv.hashing import PrefixHasher
 from kvherd.core.kv.index import PrefixIndex
 from kvherd.core.routing.policy import Weights, make_policy
 from kvherd.ports.tls import Renewed, ServerTls
+from kvherd.services.gateway.access import AccessLog
 from kvherd.services.gateway.admin import build_app
 from kvherd.services.gateway.audit import Audit
 from kvherd.services.gateway.certificates import CertificateWatch
@@ -164,13 +165,15 @@ class Gateway:
             period_s=config.certificates_period_s,
         )
         await stack.enter_async_context(certificates)
-        console.config = await self._staff(stack, fleet, keyring)
+        console.config = file = await self._staff(stack, fleet, keyring)
+        if file is not None:
+            metrics.watch_config(lambda: file.problem)
         if config.path.heal is HealMode.FLUSH:
             await stack.enter_async_context(IdleFlushes(fleet, followers.incomplete, flushed, metrics))
         grpc = GatewayGrpc(console, host=config.host, port=config.grpc_port, tls=self._tls)
         self._grpc = await stack.enter_async_context(grpc)
         relay = RelayServer(
-            KeyedPath(path, keyring),
+            KeyedPath(path, keyring, AccessLog(metrics)),
             app,
             host=config.host,
             port=config.port,

@@ -12,9 +12,11 @@ from kvherd.core.fleet.keyring import Keyring
 from kvherd.core.fleet.roster import Member, Roster, WorkerState
 from kvherd.core.fleet.truth import Verdict
 from kvherd.core.ids import WorkerId
+from kvherd.ports.completions import Usage
 from kvherd.ports.tls import ServerTls
 from kvherd.wire.fleet_json import KvView
 
+_ITL_BUCKETS_S = (0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 5.0)
 _TTFT_BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 
 
@@ -60,6 +62,25 @@ class GatewayMetrics:
             ["worker"],
             registry=self._registry,
         )
+        self._refused = Counter(
+            "kvherd_gateway_refused_requests",
+            "Requests turned away before a worker was chosen, by the code of the error",
+            ["code"],
+            registry=self._registry,
+        )
+        self._tokens = Counter(
+            "kvherd_gateway_tokens",
+            "Tokens of answers that told their usage",
+            ["worker", "model", "of"],
+            registry=self._registry,
+        )
+        self._itl_s = Histogram(
+            "kvherd_gateway_inter_token_seconds",
+            "Between two tokens of a stream, the mean of each stream that told its usage",
+            ["worker"],
+            buckets=_ITL_BUCKETS_S,
+            registry=self._registry,
+        )
         self._flushes = self._counter("flushes", "Outcomes of ordered flushes", "outcome")
         self._verdicts = self._counter("predictions", "Predictions of cached tokens, by what answers said", "verdict")
         self._samples = self._counter("usage_samples", "Streams asked for their usage on the gateway's own account")
@@ -73,6 +94,15 @@ class GatewayMetrics:
         self._count(worker, model, outcome).inc()
         if ttft_s is not None:
             self._time(worker).observe(ttft_s)
+
+    def refused(self, code: str) -> None:
+        self._refused.labels(code).inc()
+
+    def used(self, worker: str, model: str, usage: Usage, itl_s: float | None) -> None:
+        self._tokens.labels(worker, model, "prompt").inc(usage.prompt_tokens)
+        self._tokens.labels(worker, model, "completion").inc(usage.completion_tokens)
+        if itl_s is not None:
+            self._itl_s.labels(worker).observe(itl_s)
 
     def retried(self, worker: WorkerId) -> None:
         self._retries.labels(worker).inc()
@@ -109,6 +139,10 @@ class GatewayMetrics:
     def watch_certificate(self, tls: ServerTls) -> None:
         gauge = Gauge("kvherd_gateway_certificate_expires_seconds", "Since 1970", registry=self._registry)
         gauge.set_function(lambda: tls.expires_at_s)
+
+    def watch_config(self, problem: Callable[[], str]) -> None:
+        gauge = Gauge("kvherd_gateway_config_problem", "1 if the file is wrong as it stands", registry=self._registry)
+        gauge.set_function(lambda: float(bool(problem())))
 
     def text(self) -> bytes:
         """The exposition format of Prometheus."""

@@ -30,6 +30,10 @@ class Incoming(Protocol):
     def body(self) -> bytes: ...
     @property
     def request(self) -> RequestId: ...
+    @property
+    def key(self) -> str:
+        """The name of the client's API key; empty where none is wanted."""
+        ...
 
 
 class Renamed:
@@ -37,7 +41,7 @@ class Renamed:
 
     def __init__(self, incoming: Incoming, body: bytes) -> None:
         self.method, self.target, self.path = incoming.method, incoming.target, incoming.path
-        self.headers, self.request = incoming.headers, incoming.request
+        self.headers, self.request, self.key = incoming.headers, incoming.request, incoming.key
         self.body = body
 
 

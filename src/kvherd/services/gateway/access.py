@@ -1,0 +1,91 @@
+"""What became of every request: one line of JSON each, and the metrics. Never a prompt, an answer, or a key."""
+
+import logging
+import time
+from datetime import UTC, datetime
+from typing import Protocol
+
+import msgspec
+
+from kvherd.core.errors import KvherdError
+from kvherd.core.ids import RequestId
+from kvherd.services.gateway.metrics import GatewayMetrics
+from kvherd.services.gateway.turn import Turn
+from kvherd.wire.status import status_of
+
+log = logging.getLogger("kvherd.access")
+
+_encode = msgspec.json.Encoder().encode
+
+
+class Asked(Protocol):
+    """The little of a request that its line has when it never got as far as being routed."""
+
+    @property
+    def request(self) -> RequestId: ...
+    @property
+    def path(self) -> str: ...
+    @property
+    def key(self) -> str: ...
+
+
+class AccessLog:
+    def __init__(self, metrics: GatewayMetrics) -> None:
+        self._metrics = metrics
+
+    def refused(self, asked: Asked, error: KvherdError) -> None:
+        """It was turned away before any worker was chosen."""
+        status = status_of(error)
+        self._metrics.refused(status.code)
+        if log.isEnabledFor(logging.INFO):
+            told = {"at": _now(), "request": asked.request, "key": asked.key or None, "path": asked.path}
+            log.info(_encode({**told, "outcome": type(error).__name__, "status": status.http}).decode())
+
+    def ended(self, turn: Turn, *, now_s: float) -> None:
+        """A turn is over, whatever its outcome."""
+        first_s, usage = turn.first_token_at_s, turn.usage
+        ttft_s = None if first_s is None else first_s - turn.began_s
+        itl_s = None
+        if first_s is not None and turn.asked.streams and usage is not None and usage.completion_tokens > 1:
+            itl_s = (now_s - first_s) / (usage.completion_tokens - 1)
+        worker = turn.member.worker if turn.member else ""
+        self._metrics.ended(worker, turn.model, turn.outcome, ttft_s)
+        if usage is not None:
+            self._metrics.used(worker, turn.model, usage, itl_s)
+        if log.isEnabledFor(logging.INFO):
+            log.info(self._line(turn, ttft_s, itl_s, now_s - turn.began_s))
+
+    def _line(self, turn: Turn, ttft_s: float | None, itl_s: float | None, seconds: float) -> str:
+        usage = turn.usage
+        line: dict[str, object] = {
+            "at": _now(),
+            "request": turn.request,
+            "key": turn.incoming.key or None,
+            "path": turn.incoming.path,
+            "model": turn.model,
+            "worker": turn.member.worker if turn.member else None,
+            "rank": turn.rank,
+            "stream": turn.asked.streams,
+            "outcome": turn.outcome,
+            "status": turn.witness.status or None,
+            "tries": len(turn.tried) + (turn.outcome == "answered"),
+            "prompt_tokens": usage.prompt_tokens if usage else None,
+            "completion_tokens": usage.completion_tokens if usage else None,
+            "predicted_cached_tokens": turn.predicted,
+            "cached_tokens": usage.cached_tokens if usage else None,
+            "ttft_s": _rounded(ttft_s),
+            "itl_s": _rounded(itl_s),
+            "seconds": _rounded(seconds),
+        }
+        if turn.explain:
+            line["explain"] = msgspec.Raw(turn.headers.get("x-kvherd-explain", "null").encode())
+        return _encode(line).decode()
+
+
+def _now() -> str:
+    """To the millisecond, as programs that collect logs read it."""
+    return datetime.fromtimestamp(time.time(), UTC).isoformat(timespec="milliseconds")
+
+
+def _rounded(seconds: float | None) -> float | None:
+    return None if seconds is None else round(seconds, 6)
