@@ -11,7 +11,7 @@ LOCKS := locks/requirements.lock locks/model.lock
 PIP := $(BIN)/python -m pip --disable-pip-version-check $(if $(CI),-q)
 
 .DEFAULT_GOAL := help
-.PHONY: help up setup test test-smg test-vllm test-sglang conform check fix types contracts bench lock clean
+.PHONY: help up setup test test-soak test-smg test-vllm test-sglang conform check fix types contracts bench lock clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' Makefile
@@ -23,6 +23,9 @@ setup: $(STAMP) ## Create .venv with the locked dependencies (every other target
 
 test: check ## Every check, then all tests; ARGS='-k name' for some of them
 	$(BIN)/python -m pytest $(ARGS)
+
+test-soak: $(STAMP) ## What takes minutes: a subscriber that stands still for one, under load
+	$(BIN)/python -m pytest -m soak $(ARGS)
 
 test-smg: $(STAMP) $(SMG)/.installed ## Our engine as the worker of a stock SMG gateway, installed into .venv-smg
 	KVHERD_SMG=$(SMG)/bin/smg $(BIN)/python -m pytest -m peers tests/peers/test_smg.py $(ARGS)
