@@ -8,7 +8,7 @@ import pytest
 
 from kvherd.adapters.zmq_kv_feed import ZmqFrameFeed
 from kvherd.core.errors import StartFailed
-from kvherd.core.kv.feed import Connected
+from kvherd.core.kv.frames import Connected
 from kvherd.testing.publisher import FakePublisher
 
 pytestmark = pytest.mark.net

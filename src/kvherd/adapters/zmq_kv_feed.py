@@ -21,7 +21,7 @@ import zmq.asyncio
 from zmq.utils.monitor import parse_monitor_message
 
 from kvherd.core.errors import StartFailed
-from kvherd.core.kv.feed import Connected, Disconnected, Frame, Received, Replayed
+from kvherd.core.kv.frames import Connected, Disconnected, Frame, Received, Replayed
 
 END: Final = b"\xff" * 8
 QUEUED_FRAMES: Final = 10_000

@@ -3,7 +3,7 @@
 from contextlib import AbstractAsyncContextManager
 from typing import Protocol
 
-from kvherd.core.kv.feed import Connected, Disconnected, Received, Replayed
+from kvherd.core.kv.frames import Connected, Disconnected, Received, Replayed
 
 
 class FrameFeed(AbstractAsyncContextManager["FrameFeed"], Protocol):

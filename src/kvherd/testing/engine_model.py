@@ -15,7 +15,7 @@ from typing import Self
 
 from kvherd.core.ids import Rank
 from kvherd.core.kv.events import KvEvent
-from kvherd.core.kv.feed import Connected, Disconnected, Frame, Received, Replayed
+from kvherd.core.kv.frames import Connected, Disconnected, Frame, Received, Replayed
 from kvherd.testing.cache_truth import CacheTruth
 from kvherd.wire.vllm_kv import encode_batch
 

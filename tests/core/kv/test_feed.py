@@ -5,9 +5,8 @@ from dataclasses import dataclass, field
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvherd.core.kv.feed import (
-    ANSWERS_AT_ONCE,
-    TRIES,
+from kvherd.core.kv.feed import ANSWERS_AT_ONCE, TRIES, RankFeed
+from kvherd.core.kv.frames import (
     AskReplay,
     BeginLife,
     Connected,
@@ -18,7 +17,6 @@ from kvherd.core.kv.feed import (
     Frame,
     Idle,
     Instruction,
-    RankFeed,
     Received,
     Replaced,
     Replayed,
@@ -444,3 +442,64 @@ def test_a_publisher_that_is_never_quiet_is_not_asked_for_ever() -> None:
         told = [one for one in told if isinstance(one, AskReplay)]
         number += 1
     assert 1 < number <= ANSWERS_AT_ONCE
+
+
+# --- a publisher that keeps a single batch ---------------------------------------------------------------------
+
+
+def linked(*numbers: int) -> RankFeed:
+    """Its last frame came live, too."""
+    feed = begun(*numbers)
+    assert feed.handle(Received(frame(numbers[-1]))) == []
+    return feed
+
+
+def test_a_replay_that_cannot_reach_back_starts_a_life_over_once_and_then_live_frames_go_on() -> None:
+    feed = begun(0, 1)
+    assert feed.handle(Received(frame(2))) == [AskReplay(1)]
+    ended = feed.handle(Replayed(frames(2), ended=True))
+    assert ended == [EndLife("its replay begins with batch 2, which proves nothing"), AskReplay(0)]
+    assert forwarded(feed.handle(Replayed(frames(2), ended=True))) == [2]
+    feed.handle(Replayed(frames(2), ended=True))
+    for number in range(3, 9):
+        assert feed.handle(Received(frame(number))) == [Forward(frame(number))]
+        assert feed.doubt == ""
+
+
+def test_a_gap_of_one_is_filled_by_a_replay_that_brings_the_live_frame_too() -> None:
+    feed = linked(0, 1)
+    assert feed.handle(Received(frame(3))) == [AskReplay(1)]
+    assert forwarded(feed.handle(Replayed(frames(2, 3), ended=True))) == [2, 3]
+
+
+def test_a_replay_that_brings_another_live_frame_fills_nothing() -> None:
+    feed = linked(0, 1)
+    feed.handle(Received(frame(3)))
+    told = feed.handle(Replayed(frames(2, 3, life="b"), ended=True))
+    assert forwarded(told) == []
+    assert any(isinstance(one, EndLife) for one in told)
+
+
+def test_an_answer_that_is_a_batch_ahead_is_a_doubt_until_that_comes() -> None:
+    feed = linked(0, 1)
+    assert feed.handle(Idle()) == [AskReplay(1)]
+    assert feed.handle(Replayed(frames(2), ended=True)) == []
+    assert feed.doubt == "its replay begins after what was received, and that does not come"
+    assert feed.handle(Received(frame(2))) == [Forward(frame(2))]
+    assert feed.doubt == ""
+
+
+def test_a_last_batch_that_was_lost_and_cannot_be_proved_ends_the_life() -> None:
+    feed = linked(0, 1)
+    feed.handle(Idle())
+    feed.handle(Replayed(frames(2), ended=True))
+    assert feed.handle(Idle()) == [AskReplay(1)]
+    assert any(isinstance(one, EndLife) for one in feed.handle(Replayed(frames(2), ended=True)))
+    assert forwarded(feed.handle(Replayed(frames(2), ended=True))) == [2]
+
+
+def test_a_batch_ahead_over_a_new_connection_is_no_doubt_but_another_life() -> None:
+    feed = linked(0, 1)
+    feed.handle(Disconnected("cut"))
+    assert feed.handle(Connected()) == [AskReplay(1)]
+    assert any(isinstance(one, EndLife) for one in feed.handle(Replayed(frames(2), ended=True)))

@@ -12,7 +12,7 @@ import pytest
 from kvherd.core.errors import OptionInvalid, StartFailed, WorkerFailed, WorkerLocked, WorkerRefused, WorkerUnreachable
 from kvherd.core.ids import EngineHash, Epoch, Rank, WorkerId
 from kvherd.core.kv.events import BlocksStored, KvEventBatch
-from kvherd.core.kv.feed import Connected, Disconnected, Frame, Received, Replayed
+from kvherd.core.kv.frames import Connected, Disconnected, Frame, Received, Replayed
 from kvherd.core.kv.stream import EventsUnsupported, StreamBroken
 from kvherd.ports.completions import Tokenizer, Usage
 from kvherd.ports.kv_feed import FeedItem, Subscribed

@@ -1,7 +1,7 @@
 """The replay of every rank of an engine is asked, and the one that lacks something is named."""
 
 from kvherd.core.ids import Rank
-from kvherd.core.kv.feed import Frame, Replayed
+from kvherd.core.kv.frames import Frame, Replayed
 from kvherd.services.doctor.findings import Verdict
 from kvherd.services.doctor.replay import judged
 

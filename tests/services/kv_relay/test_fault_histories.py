@@ -148,6 +148,7 @@ class World:
     can_replay: bool
     room: int
     flushes: bool
+    kept: int = 10_000
     engines: dict[Rank, ModelEngine] = field(default_factory=dict)
     late_clear: set[Rank] = field(default_factory=set)
     log: list[str] = field(default_factory=list)
@@ -161,7 +162,7 @@ class World:
         loop = asyncio.get_running_loop()
         for number in range(self.ranks):
             rank = Rank(number)
-            self.engines[rank] = ModelEngine(rank, clock=self._stamp)
+            self.engines[rank] = ModelEngine(rank, clock=self._stamp, lies=Lies(kept=self.kept))
         self.followers = await self.stack.enter_async_context(
             Followers(
                 PrefixIndex(PrefixHasher(b"k")), options=OPTIONS, dice=lambda: 0.5, wall=lambda: 1e6 + loop.time()
@@ -358,6 +359,7 @@ def world_of(seed: int) -> World:
         can_replay=can_replay,
         room=dice.choice((5, 200, 200)) if can_replay else 200,  # a lost last batch must be asked for
         flushes=dice.random() < 0.5,
+        kept=dice.choice((10_000, 10_000, 1, 2)),
     )
 
 

@@ -190,6 +190,24 @@ async def test_a_restarted_publisher_begins_a_new_epoch_with_its_own_blocks_only
             await until(lambda: again.holds(7), "7")
 
 
+async def test_a_publisher_that_keeps_one_batch_for_replays_is_one_life_as_long_as_none_is_lost() -> None:
+    calm = RelayOptions(probe_s=1.0, replay_silence_s=2.0)
+    async with FakePublisher() as publisher, relay_of(publisher, options=calm) as relay:
+
+        async def publish(number: int) -> None:
+            await publisher.publish(block(number))
+            await until(lambda: relay.ranks[0].engine_sequence == number - 1, f"batch {number}")
+
+        publisher.kept = 1
+        for number in (1, 2, 3):
+            await publish(number)
+        epoch, blocks = relay.epoch, relay.blocks(RANK)
+        for number in range(4, 24):
+            await publish(number)
+        assert relay.epoch == epoch
+        assert relay.blocks(RANK) == blocks + 20
+
+
 async def test_a_reconnection_to_the_same_publisher_is_no_new_epoch() -> None:
     async with FakePublisher() as publisher, relay_of(publisher) as relay:
         await publisher.publish(block(1))

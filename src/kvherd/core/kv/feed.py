@@ -8,7 +8,8 @@ The rules:
    another life.
 3. A connection that was made anew proves nothing: until such a replay, nothing is forwarded.
 4. A replay comes over another connection than live frames, perhaps of another life: the first live frame is forwarded
-   only once a replay has brought the same one.
+   only once a replay has brought the same one. After that a live frame vouches for a replay that brings it, though it
+   does not reach back: a publisher may keep a single batch.
 5. What cannot be filled or proved ends the life: everything known is void, and `unknown_before` says how many batches
    of the next life were never seen.
 
@@ -21,98 +22,25 @@ from dataclasses import dataclass, field
 from typing import Final, assert_never
 
 from kvherd.core.kv.cursor import BIRTH, Admitted, Missing, RankCursor, Repeated, Restarted
+from kvherd.core.kv.frames import (
+    AskReplay,
+    BeginLife,
+    Connected,
+    Disconnected,
+    EndLife,
+    FeedEvent,
+    Forward,
+    Frame,
+    Idle,
+    Instruction,
+    Received,
+    Replaced,
+    Replayed,
+)
 
 TRIES: Final = 3
 ANSWERS_AT_ONCE: Final = 100
 """A publisher that is never quiet brings something new in every answer; live frames do as well."""
-
-
-@dataclass(frozen=True, slots=True)
-class Frame:
-    """A batch as it was published: its number and its bytes, not yet decoded."""
-
-    sequence: int
-    payload: bytes = field(repr=False)
-
-    @property
-    def mark(self) -> int:
-        return hash(self.payload)
-
-
-# --- what happens ------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Received:
-    """A live frame came."""
-
-    frame: Frame
-
-
-@dataclass(frozen=True, slots=True)
-class Connected:
-    """A connection to a publisher was made, for the first time or anew; frames queued before it were thrown away."""
-
-
-@dataclass(frozen=True, slots=True)
-class Disconnected:
-    """There is no connection to one publisher now; frames that were queued, and those that come, are thrown away."""
-
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class Idle:
-    """Nothing came for a while: the last frames may have been lost without a later one to show it."""
-
-
-@dataclass(frozen=True, slots=True)
-class Replayed:
-    """The answer to `AskReplay`. `ended`: the publisher said that there is no more; else it fell silent or was cut."""
-
-    frames: tuple[Frame, ...]
-    ended: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Replaced:
-    """The publisher's process is a new one, says who started it."""
-
-
-FeedEvent = Received | Connected | Disconnected | Idle | Replayed | Replaced
-
-# --- what to do --------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Forward:
-    """Pass this frame on."""
-
-    frame: Frame
-
-
-@dataclass(frozen=True, slots=True)
-class AskReplay:
-    """Ask the publisher for everything from this number on, then tell `Replayed`, before any other event."""
-
-    start: int
-
-
-@dataclass(frozen=True, slots=True)
-class EndLife:
-    """All that was forwarded is void; the frames that follow belong to a new life."""
-
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class BeginLife:
-    """The first frame of this life follows, or nothing was published yet; `unknown_before` frames were never seen."""
-
-    unknown_before: int
-
-
-Instruction = Forward | AskReplay | EndLife | BeginLife
 
 
 @dataclass(slots=True)
@@ -137,6 +65,8 @@ class RankFeed:
     _answers: int = 0
     """Answers in a row."""
     _asked: bool = False
+    _behind: bool = False
+    """The last answer began just after what was forwarded: a publisher that keeps few batches had sent more by then."""
     _ended: bool = True
     """The last answer was whole. Live frames do not tell that no later one was lost: they may have waited for long."""
 
@@ -159,6 +89,8 @@ class RankFeed:
             return "nothing is known of it yet"
         if self._held is not None or self._unproved:
             return "batches are missing, and its replay does not bring them"
+        if self._behind:
+            return "its replay begins after what was received, and that does not come"
         return "its replay does not answer to the end" if self._asked or not self._ended else ""
 
     @property
@@ -205,6 +137,7 @@ class RankFeed:
             return [self._ask()]
         match self._cursor.judge(frame.sequence, frame.mark):
             case Admitted():
+                self._behind = False
                 return [Forward(frame)]
             case Repeated():
                 self._linked = True
@@ -223,7 +156,7 @@ class RankFeed:
         return [BeginLife(frame.sequence), Forward(frame)]
 
     def _connected(self) -> list[Instruction]:
-        self._cut, self._held, self._linked, self._torn = "", None, False, False
+        self._cut, self._held, self._linked, self._torn, self._behind = "", None, False, False, False
         if self.can_replay:
             self._unproved = self._cursor.last not in (None, BIRTH)
             self._tries = 0
@@ -233,7 +166,7 @@ class RankFeed:
         return self._new_life("its connection was made anew, and it has no replay to prove itself by")
 
     def _disconnected(self, reason: str) -> list[Instruction]:
-        self._cut, self._held, self._linked, self._torn = reason, None, False, False
+        self._cut, self._held, self._linked, self._torn, self._behind = reason, None, False, False, False
         if self.can_replay or self._cursor.last is None:
             return []
         return self._new_life(f"{reason}, and it has no replay to prove itself by")
@@ -256,10 +189,11 @@ class RankFeed:
         if self._cursor.last is None:
             return self._born(frames, ended=ended)
         before = self._cursor.last
-        if frames and frames[0].sequence > max(before, 0):
-            lost = f"batches {before + 1} to {frames[0].sequence - 1} are lost and its replay begins after them"
-            return self._new_life(lost)
-        verdict = self._compare(before, frames, ended=ended)
+        vouched = self._vouched(frames, before)
+        if frames and frames[0].sequence > max(before, 0) and not vouched:
+            return self._begins_after(before, frames[0].sequence)
+        self._behind = False
+        verdict = None if vouched else self._compare(before, frames, ended=ended)
         if verdict is not None:
             # Of a publisher whose live frames were known a moment ago, and whose connection stands.
             return self._tear(verdict) if self._linked else self._new_life(verdict)
@@ -267,6 +201,24 @@ class RankFeed:
         if forwarded or (frames and before >= 0):
             self._unproved = False
         return forwarded + self._after_replay(progress=self._cursor.last != before, ended=ended)
+
+    def _vouched(self, frames: tuple[Frame, ...], before: int) -> bool:
+        """Whether the answer goes on just after what was forwarded and brings the live frame that waits: if live frames
+        of this connection are known to be of this life, so is the answer.
+        """
+        return self._linked and bool(frames) and frames[0].sequence == before + 1 and self._held in frames
+
+    def _begins_after(self, before: int, first: int) -> list[Instruction]:
+        """Nothing in the answer proves that it is of this life, for its publisher keeps no more."""
+        if first > before + 1:
+            lost = f"batches {before + 1} to {first - 1} are lost and its replay begins after them"
+            return self._new_life(lost, self._held)
+        if self._linked and self._held is None and not self._behind:
+            self._behind = (
+                True  # the frame is on its way over the connection that is proved, or the next answer decides
+            )
+            return []
+        return self._new_life(f"its replay begins with batch {first}, which proves nothing", self._held)
 
     def _contradicted(self, frames: tuple[Frame, ...]) -> bool:
         """Whether the live frame that waits came back as another one."""
@@ -280,6 +232,7 @@ class RankFeed:
         """
         known, self._cursor = self._cursor.last is not None, RankCursor()
         self._held, self._linked, self._unproved, self._tries, self._torn = None, False, False, 0, True
+        self._behind = False
         return [EndLife(reason or "its replay brings other batches than its events were")] if known else []
 
     def _mended(self, frames: tuple[Frame, ...]) -> list[Instruction]:
@@ -377,7 +330,7 @@ class RankFeed:
     def _new_life(self, reason: str, frame: Frame | None = None) -> list[Instruction]:
         """`frame`, if there is one, is of the new life, unless it is a late one of the old: a replay has to tell."""
         known, self._cursor = self._cursor.last is not None, RankCursor()
-        self._held, self._linked, self._unproved, self._tries = None, False, False, 0
+        self._held, self._linked, self._behind, self._unproved, self._tries = None, False, False, False, 0
         ended: list[Instruction] = [EndLife(reason)] if known else []
         if not self.can_replay:
             return ended

@@ -7,7 +7,7 @@ from typing import Final
 
 from kvherd.core.errors import FrameInvalid, OptionInvalid, StartFailed
 from kvherd.core.ids import Rank
-from kvherd.core.kv.feed import Connected, Received
+from kvherd.core.kv.frames import Connected, Received
 from kvherd.core.kv.stream import BatchUntranslatable
 from kvherd.ports.kv_frames import FrameFeed
 from kvherd.services.doctor.findings import Finding, ok, problem, unknown

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Final
 
 from kvherd.core.ids import Rank
-from kvherd.core.kv.feed import Replayed
+from kvherd.core.kv.frames import Replayed
 from kvherd.ports.kv_frames import FrameFeed
 from kvherd.services.doctor.findings import Finding, ok, problem, warning
 

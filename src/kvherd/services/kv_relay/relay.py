@@ -19,18 +19,8 @@ from kvherd.core.errors import FrameInvalid
 from kvherd.core.ids import Epoch, Rank
 from kvherd.core.kv.barrier import Current, FlushBarrier, Outdated, Unsure
 from kvherd.core.kv.events import CacheCleared, KvEventBatch
-from kvherd.core.kv.feed import (
-    AskReplay,
-    BeginLife,
-    EndLife,
-    FeedEvent,
-    Forward,
-    Frame,
-    Idle,
-    Instruction,
-    RankFeed,
-    Replaced,
-)
+from kvherd.core.kv.feed import RankFeed
+from kvherd.core.kv.frames import AskReplay, BeginLife, EndLife, FeedEvent, Forward, Frame, Idle, Instruction, Replaced
 from kvherd.core.kv.history import HISTORY_TOKENS, RankHistory, roll_base
 from kvherd.core.kv.lag import Lag
 from kvherd.core.kv.live_state import LiveState
