@@ -1,6 +1,7 @@
 """How a follower takes what its stream does to it, in virtual time."""
 
 import asyncio
+import itertools
 from collections.abc import AsyncGenerator, Callable
 from contextlib import suppress
 from dataclasses import replace
@@ -132,10 +133,21 @@ async def test_credit_outlives_a_connection_by_five_seconds(after_s: float, stat
 
 async def test_what_was_quarantined_by_the_clock_is_believed_again_once_a_resume_proves_it() -> None:
     cut: list[Step] = [StreamBroken("still")]
-    feed = ScriptedFeed([Subscribed(ONE), snapshot(9, block(1)), cut[0]], *[cut] * 8, [Subscribed(ONE)])
+    feed = ScriptedFeed([Subscribed(ONE), snapshot(9, block(1)), cut[0]], *[cut] * 14, [Subscribed(ONE)])
     await follow(feed, knows(FollowState.QUARANTINED, 1), after_s=8)
-    feed = ScriptedFeed([Subscribed(ONE), snapshot(9, block(1)), cut[0]], *[cut] * 8, [Subscribed(ONE)])
+    feed = ScriptedFeed([Subscribed(ONE), snapshot(9, block(1)), cut[0]], *[cut] * 14, [Subscribed(ONE)])
     await follow(feed, knows(FollowState.LIVE, 1), after_s=60)
+
+
+async def test_what_is_believed_on_trust_is_asked_about_twice_a_second_and_then_less_and_less() -> None:
+    """An engine that died and is back within the grace must not be credited with what the dead one held for long."""
+    cut: list[Step] = [StreamBroken("still")]
+    feed = ScriptedFeed([Subscribed(ONE), snapshot(9, block(1)), *cut], cut)
+    await follow(feed, knows(FollowState.QUARANTINED, 1), after_s=30)
+    asked = [at_s for _, _, at_s in feed.asked]
+    pauses = [later - sooner for sooner, later in itertools.pairwise(asked)]
+    assert max(pause for pause, at_s in zip(pauses, asked, strict=False) if at_s < 5.0) < 0.51
+    assert pauses[-1] == pytest.approx(5.0)
 
 
 async def test_a_worker_that_is_back_from_the_dead_has_no_credit_for_what_it_held_before() -> None:
@@ -146,7 +158,7 @@ async def test_a_worker_that_is_back_from_the_dead_has_no_credit_for_what_it_hel
     index = PrefixIndex(PrefixHasher(b"k"))
     async with Followers(index, dice=lambda: 0.0, wall=lambda: 1_000.0) as followers:
         followers.add(ANN, feed, model="m")
-        await asyncio.sleep(2)
+        await asyncio.sleep(1.5)
         assert followers.credit(ANN), "its connection alone was lost, as far as is known"
         followers.returned(ANN)
         assert not followers.credit(ANN)

@@ -36,15 +36,16 @@ log = logging.getLogger(__name__)
 class FollowOptions:
     """`grace_s`: how long credit outlives a connection. `accept_s`: how long a server may take to accept.
 
-    `first_pause_s` to `most_pause_s`: the back-off. `long_pause_s`: the pause after what only an operator can mend.
-    `skew_s`: how much an engine host's clock may be ahead of this one's. `settle_s`: how long after the beginning of an
-    epoch it may turn out that something happened before it.
+    `first_pause_s` to `most_pause_s`: the back-off, and `trust_pause_s` its most within `grace_s`. `long_pause_s`: the
+    pause after what only an operator can mend. `skew_s`: how much an engine host's clock may be ahead of this one's.
+    `settle_s`: how long after the beginning of an epoch it may turn out that something happened before it.
     """
 
     grace_s: float = 5.0
     accept_s: float = 10.0
     first_pause_s: float = 0.1
     most_pause_s: float = 5.0
+    trust_pause_s: float = 0.5
     long_pause_s: float = 30.0
     skew_s: float = 2.0
     settle_s: float = 2.0
@@ -359,7 +360,9 @@ class _Follower:
         if reaction.pause is Pause.NONE and self._back_off.failures == 0:
             self._back_off.failures = 1  # at once, but only once: what is then told counts as a success
             return 0.0
-        return self._back_off.pause_s(self._dice())
+        pause_s = self._back_off.pause_s(self._dice())
+        # While credit stands on trust alone, whoever answers there may be another process already: ask often.
+        return min(pause_s, self._options.trust_pause_s) if self.state is FollowState.LIVE else pause_s
 
     def _keep(self, error: KvStreamError) -> None:
         """What is known may still be true: resume from it. Credit stays for a while if nothing is known to be amiss."""
