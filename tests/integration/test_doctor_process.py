@@ -18,7 +18,7 @@ import pytest
 from kvherd.adapters.tokenizer import tokenizer_from_directory
 from kvherd.adapters.vocabulary import hf_files, tiny_vocabulary
 from kvherd.adapters.zmq_kv_feed import ZmqFrameFeed
-from kvherd.core.kv.feed import Connected
+from kvherd.core.kv.frames import Connected
 from kvherd.testing.herds import begin_bridge, begin_engine
 from kvherd.testing.processes import KvherdProcess, OwnedProcess, free_ports
 from kvherd.testing.publisher import FakePublisher
