@@ -44,6 +44,7 @@ from kvherd.ports.completions import Tokenizer
 from kvherd.ports.kv_feed import EventSource, KvFeed
 from kvherd.ports.worker import Worker
 from kvherd.services.gateway.chat import PathConfig
+from kvherd.services.gateway.console import is_loopback
 from kvherd.services.gateway.fleet_edges import FleetConfig
 from kvherd.services.gateway.gateway import Gateway, GatewayConfig
 from kvherd.services.gateway.heal import HealMode
@@ -153,6 +154,8 @@ def command(
         fleet=FleetConfig(max_retry_s=max_retry_s),
         path=PathConfig(usage_sample=usage_sample, heal=heal),
     )
+    if host != "localhost" and not is_loopback(host) and not (gateway_config.data_key or config or tls_client_ca):
+        log.warning("whoever reaches %s may send requests: give clients keys (--config, KVHERD_API_KEY)", host)
     tls = own_tls(tls_cert, tls_key, tls_client_ca)
     to_workers = worker_tls(worker_cert, worker_key, worker_ca, worker_tls_name)
     require_free(host, [port], option="--port")

@@ -48,7 +48,7 @@ class Console:
     def admit(self, *, host: str, authorization: str) -> None:
         """Raise `NotAllowed` unless the caller has the admin key, or none is set and the caller is on this machine."""
         if self._admin_key is None:
-            if not _is_loopback(host):
+            if not is_loopback(host):
                 raise NotAllowed("without an admin key only callers on this machine are served; set one (--admin-key)")
             return
         if not self._is_admin_key(authorization):
@@ -58,7 +58,7 @@ class Console:
         """Raise `KeyUnknown` unless the caller has a data key or is an operator, or no key is wanted."""
         if self._keyring.open or self._is_admin_key(authorization):
             return
-        if self._admin_key is None and _is_loopback(host) and not authorization:
+        if self._admin_key is None and is_loopback(host) and not authorization:
             return
         self._keyring.account(authorization.encode())
 
@@ -155,7 +155,7 @@ class Console:
         return member
 
 
-def _is_loopback(host: str) -> bool:
+def is_loopback(host: str) -> bool:
     try:
         address = ip_address(host.split("%", maxsplit=1)[0])
     except ValueError:
