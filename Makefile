@@ -30,11 +30,11 @@ test-soak: $(STAMP) ## What takes minutes: a subscriber that stands still for on
 test-smg: $(STAMP) $(SMG)/.installed ## Our engine as the worker of a stock SMG gateway, installed into .venv-smg
 	KVHERD_SMG=$(SMG)/bin/smg $(BIN)/python -m pytest -m peers tests/peers/test_smg.py $(ARGS)
 
-test-vllm: $(STAMP) $(VLLM)/.installed $(STOCK_MODEL)/config.json ## Bridge and gateways over a stock vLLM on a CPU, installed into .venv-vllm (2.5 GB)
-	KVHERD_VLLM=$(VLLM) KVHERD_STOCK_MODEL=$(STOCK_MODEL) $(BIN)/python -m pytest -m peers tests/peers/test_vllm.py tests/peers/test_vllm_healing.py $(ARGS)
+test-vllm: $(STAMP) $(VLLM)/.installed $(STOCK_MODEL)/config.json ## Bridge, gateways and doctor over a stock vLLM on a CPU, installed into .venv-vllm (2.5 GB)
+	KVHERD_VLLM=$(VLLM) KVHERD_STOCK_MODEL=$(STOCK_MODEL) $(BIN)/python -m pytest -m peers tests/peers/test_vllm*.py tests/peers/test_doctor_vllm.py $(ARGS)
 
 test-sglang: $(STAMP) $(SGLANG)/.installed $(STOCK_MODEL)/config.json ## The same over a stock SGLang, installed into .venv-sglang (2.8 GB)
-	KVHERD_SGLANG=$(SGLANG) KVHERD_STOCK_MODEL=$(STOCK_MODEL) $(BIN)/python -m pytest -m peers tests/peers/test_sglang.py tests/peers/test_sglang_healing.py tests/peers/test_sglang_clients.py tests/conformance $(ARGS)
+	KVHERD_SGLANG=$(SGLANG) KVHERD_STOCK_MODEL=$(STOCK_MODEL) $(BIN)/python -m pytest -m peers tests/peers/test_sglang*.py tests/peers/test_doctor_sglang.py tests/conformance $(ARGS)
 
 conform: $(STAMP) ## What an engine's gRPC and sidecar promise, asked of ENGINE=HOST:PORT[,sidecar=PORT][,ranks=N]
 	KVHERD_CONFORM=$(ENGINE) $(BIN)/python -m pytest -m peers tests/conformance -k given $(ARGS)

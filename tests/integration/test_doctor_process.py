@@ -4,11 +4,8 @@ A tcp:// endpoint without a wildcard means to vLLM that it connects, so the fake
 """
 
 import asyncio
-import json
-import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -19,33 +16,17 @@ from kvherd.adapters.tokenizer import tokenizer_from_directory
 from kvherd.adapters.vocabulary import hf_files, tiny_vocabulary
 from kvherd.adapters.zmq_kv_feed import ZmqFrameFeed
 from kvherd.core.kv.frames import Connected
+from kvherd.testing.doctors import Told, examined
 from kvherd.testing.herds import begin_bridge, begin_engine
-from kvherd.testing.processes import KvherdProcess, OwnedProcess, free_ports
+from kvherd.testing.processes import KvherdProcess, free_ports
 from kvherd.testing.publisher import FakePublisher
 from kvherd.testing.stock_vllm import StockVllm
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
-DOCTOR_S = 140.0
-
-
-@dataclass(frozen=True)
-class Told:
-    """The exit status, and what was found by check: (verdict, seen, what to do)."""
-
-    status: int
-    checks: dict[str, tuple[str, str, str]]
-
-    def but_ok(self) -> dict[str, str]:
-        """The verdict of every check that is not fine."""
-        return {check: verdict for check, (verdict, _, _) in self.checks.items() if verdict != "ok"}
 
 
 async def doctor(url: str, *words: str, key: str = "") -> Told:
-    command = [sys.executable, "-m", "kvherd.cli.main", "doctor", url, *words, "--json"]
-    with OwnedProcess(command, environment={"KVHERD_ENGINE_API_KEY": key}) as process:
-        status = await asyncio.to_thread(process.wait, within_s=DOCTOR_S)
-        document: dict[str, Any] = json.loads(process.said)
-    return Told(status, {one["check"]: (one["verdict"], one["seen"], one["do"]) for one in document["checks"]})
+    return await asyncio.to_thread(examined, url, *words, key=key)
 
 
 @pytest.fixture

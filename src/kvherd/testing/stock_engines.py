@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from kvherd.testing.herds import get
-from kvherd.testing.processes import OwnedProcess, wait_until
+from kvherd.testing.processes import OwnedProcess, can_bind, wait_until
 
 READY_S = 180.0
 MODEL = "smollm2"
@@ -27,7 +27,7 @@ _ONE_THREAD = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 class StockServer:
     """How one is started: its command, and where it is then. `bind_events`: who reads its events must listen.
 
-    In `grpc` mode it serves its engine protocol at its port, and metrics at the next.
+    In `grpc` mode it serves its engine protocol at its port; SGLang, metrics at the next.
     """
 
     kind: str
@@ -38,6 +38,7 @@ class StockServer:
     replay: str | None
     bind_events: bool = False
     grpc: bool = False
+    ranks: int = 1
 
     @property
     def url(self) -> str:
@@ -58,7 +59,8 @@ class StockServer:
         words = ("bridge", "--engine", self.url, "--events", self.events, "--listen", listen)
         replay = ("--replay", self.replay) if self.replay else ()
         bind = ("--bind-events",) if self.bind_events else ()
-        return (*words, *replay, *bind, "--tokenizer", str(model_directory()))
+        ranks = ("--ranks", str(self.ranks)) if self.ranks > 1 else ()
+        return (*words, *replay, *bind, *ranks, "--tokenizer", str(model_directory()))
 
 
 @dataclass(slots=True)
@@ -81,6 +83,8 @@ class StockEngine:
 
     def answers(self) -> bool:
         server = self.server
+        if server.kind == "vllm-grpc":  # it has no HTTP, and listens when all else is done
+            return not can_bind(server.port)
         return get(server.metrics_url if server.grpc else f"{server.url}/health")[0] == 200
 
     def kill(self) -> None:
@@ -110,6 +114,8 @@ def vllm(
     replay: str | None,
     dev_mode: bool = True,
     details: bool = True,
+    ranks: int = 1,
+    grpc: bool = False,
     options: tuple[str, ...] = (),
     replay_batches: int = 10_000,
 ) -> StockServer:
@@ -133,14 +139,18 @@ def vllm(
         "kv-cache-memory-bytes": "16M",
         "kv-events-config": json.dumps(kv_events),
     }
-    flags = ("--enforce-eager", *(("--enable-prompt-tokens-details",) if details else ()))
+    flags = ("--enforce-eager", *(("--enable-prompt-tokens-details",) if details and not grpc else ()))
     # `vllm serve` wants the metadata of a package that the CPU build has under another name.
-    module = "vllm.entrypoints.openai.api_server"
+    module = f"vllm.entrypoints.{'launchers.grpc_server' if grpc else 'openai.api_server'}"
     environment = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_NO_USAGE_STATS": "1"} | _ONE_THREAD
+    if ranks > 1:
+        words["data-parallel-size"] = str(ranks)
     if dev_mode:
         environment["VLLM_SERVER_DEV_MODE"] = "1"
     command = (*_POLITE, _python("VLLM"), "-m", module, *_words(words), *flags, *options)
-    return StockServer("vllm-http", command, environment, port, events, replay, events.startswith("tcp://"))
+    connects = events.startswith("tcp://")
+    kind = "vllm-grpc" if grpc else "vllm-http"
+    return StockServer(kind, command, environment, port, events, replay, connects, grpc, ranks)
 
 
 def sglang(
@@ -153,6 +163,7 @@ def sglang(
     layout: str = "default",
     grpc: bool = False,
     report: bool = True,
+    ranks: int = 1,
     options: tuple[str, ...] = (),
     replay_batches: int = 10_000,
 ) -> StockServer:
@@ -180,11 +191,16 @@ def sglang(
     if report:
         flags.append("--enable-cache-report")
     environment = {"PYTHONPATH": str(STUBS), "SGLANG_USE_CPU_ENGINE": "1"} | _ONE_THREAD
+    if ranks > 1:
+        words["dp-size"] = str(ranks)
+        environment["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(
+            str(rank % (os.cpu_count() or 1)) for rank in range(ranks)
+        )
     if grpc:
         options = ("--smg-grpc-mode", *options)
     command = (*_POLITE, _python("SGLANG"), "-m", "sglang.launch_server", *_words(words), *flags, *options)
     kind = "sglang-grpc" if grpc else "sglang-http"
-    return StockServer(kind, command, environment, port, events, replay, bind_events=not binds, grpc=grpc)
+    return StockServer(kind, command, environment, port, events, replay, not binds, grpc, ranks)
 
 
 def model_directory() -> Path:

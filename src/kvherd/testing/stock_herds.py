@@ -41,6 +41,7 @@ class Answered:
     prompt_tokens: int
     predicted: int | None
     reported: int
+    rank: str | None = None
 
     @property
     def exact(self) -> bool:
@@ -89,7 +90,8 @@ def chat(gateway: GatewayProcess, messages: list[dict[str, str]]) -> tuple[Answe
     reported = (usage["prompt_tokens_details"] or {}).get("cached_tokens") or 0
     predicted = answer.headers.get("x-kvherd-predicted-cached-tokens")
     text: str = answer.json()["choices"][0]["message"]["content"] or ""
-    return Answered(usage["prompt_tokens"], None if predicted is None else int(predicted), reported), text
+    rank = answer.headers.get("x-kvherd-rank")
+    return Answered(usage["prompt_tokens"], None if predicted is None else int(predicted), reported, rank), text
 
 
 def chat_until_exact(gateway: GatewayProcess, messages: list[dict[str, str]]) -> Answered:
@@ -106,6 +108,19 @@ def chat_until_exact(gateway: GatewayProcess, messages: list[dict[str, str]]) ->
 
     wait_until(is_exact, within_s=EXACT_S, what=f"what is cached is predicted, not as in {found}")
     return found[-1]
+
+
+def settle(*gateways: GatewayProcess) -> None:
+    """Until they have heard the same and nothing new for a moment, or a second is over: a person reads an answer before
+    the next question.
+    """
+    until_s = time.monotonic() + 1
+    before, same = [-1], 0
+    while same < 3 and time.monotonic() < until_s:
+        blocks = [kv_of(gateway)["blocks"] for gateway in gateways]
+        same = same + 1 if blocks == before and len(set(blocks)) == 1 else 0
+        before = blocks
+        time.sleep(0.02)
 
 
 @dataclass(slots=True)
@@ -186,15 +201,6 @@ class StockHerd:
                 if self.engine.running() == 1:
                     return result
         raise AssertionError("no chat outlasted a flush")
-
-    def settle(self) -> None:
-        """Until both gateways have heard the same, or a second is over."""
-        until_s = time.monotonic() + 1
-        same = 0
-        while same < 3 and time.monotonic() < until_s:
-            first, second = (kv_of(gateway)["blocks"] for gateway in self.gateways)
-            same = same + 1 if first == second else 0
-            time.sleep(0.02)
 
     @contextmanager
     def generating(self, gateway: GatewayProcess, tokens: int) -> Iterator[httpx.Response]:

@@ -12,7 +12,7 @@ import pytest
 
 from kvherd.testing.processes import wait_until
 from kvherd.testing.stock_engines import CACHE_TOKENS, MODEL
-from kvherd.testing.stock_herds import StockHerd, Talks, chat, chat_until_exact, is_live, kv_of, truth_of
+from kvherd.testing.stock_herds import StockHerd, Talks, chat, chat_until_exact, is_live, kv_of, settle, truth_of
 
 SYSTEM = {"role": "system", "content": "You answer in one word. " * 16}
 HELLO = [SYSTEM, {"role": "user", "content": "Hello!"}]
@@ -42,7 +42,7 @@ class StockStory:
         turns = cycle(herd.gateways)
         for _ in range(60):
             talks.turn(next(turns))
-            herd.settle()
+            settle(*herd.gateways)
         stored = sum(one.prompt_tokens - one.reported for one in talks.answers)
         assert stored > 1.25 * CACHE_TOKENS >= 1.25 * self.block_size * kv_of(herd.bridged)["blocks"], (
             "some were evicted"
@@ -51,11 +51,11 @@ class StockStory:
         # The other gateway did not order it, and a stock vLLM tells of it with its next step only.
         assert talks.turn(herd.bridged).reported == 0
         for _ in range(29):
-            herd.settle()
+            settle(*herd.gateways)
             talks.turn(next(turns))
         herd.restart_engine()
         for number in range(30):
-            herd.settle()
+            settle(*herd.gateways)
             answered = talks.turn(next(turns))
             assert number > 0 or (answered.predicted, answered.reported) == (0, 0), "a new process holds nothing"
         decided, wrong = (sum(truth_of(gateway)[name] for gateway in herd.gateways) for name in ("decided", "wrong"))

@@ -137,7 +137,7 @@ class Engine(FakeWorker):
 
     async def forward(self, call: Call, responder: Responder) -> None:
         await super().forward(call, responder)
-        if self.second is not None and (b"x-data-parallel-rank", b"1") in call.headers:
+        if self.second is not None and call.rank == 1:
             for payload in self.second.publishes:
                 self.second.live.put_nowait(payload)
         elif self.frames is not None:
@@ -431,24 +431,17 @@ async def test_ranks_need_ports() -> None:
 
 
 async def test_every_rank_is_sent_a_request_and_heard() -> None:
-    patient = Patient(facts=replace(VLLM, ranks=2), second=FakeFrames())
+    patient = Patient(facts=replace(VLLM, ranks=2, addressable=True), second=FakeFrames())
     findings = await patient.examined()
     assert findings["events arrive"].seen == "requests were sent to every rank, and all 2 told of stored blocks"
     assert findings["replay"].seen.startswith("all 2 ranks answer")
-    named = [dict(call.headers)[b"x-data-parallel-rank"] for call in patient.worker.calls]
-    assert named == [b"0", b"1", b"0", b"0"], "the rest is about one rank's cache"
+    assert [call.rank for call in patient.worker.calls] == [0, 1, 0, 0], "the rest is about one rank's cache"
 
 
 async def test_a_rank_that_is_not_heard_is_named() -> None:
-    patient = Patient(facts=replace(VLLM, ranks=2), second=FakeFrames(publishes=[]))
+    patient = Patient(facts=replace(VLLM, ranks=2, addressable=True), second=FakeFrames(publishes=[]))
     found = (await patient.examined())["events arrive"]
     assert (found.verdict, "nothing was told of 1 within" in found.seen) == (Verdict.PROBLEM, True)
-
-
-async def test_an_sglang_is_told_the_rank_in_the_body() -> None:
-    patient = Patient(facts=replace(SGLANG, ranks=2), door=FakeDoor())
-    await patient.examined()
-    assert [json.loads(call.body)["routed_dp_rank"] for call in patient.worker.calls] == [0, 1, 0, 1, 0, 0]
 
 
 async def test_a_repeated_prompt_may_have_gone_to_another_rank() -> None:

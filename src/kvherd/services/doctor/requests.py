@@ -63,9 +63,8 @@ class Sender:
     @property
     def ranks(self) -> tuple[Rank, ...]:
         """Those that a request can be sent to, by name; none where there is but one, or no way to name it."""
-        chart = self.chart
-        count = chart.facts.ranks if chart.over_http and (chart.vllm or chart.sglang) else 1
-        return tuple(map(Rank, range(count))) if count > 1 else ()
+        facts = self.chart.facts
+        return tuple(map(Rank, range(facts.ranks))) if facts.ranks > 1 and facts.addressable else ()
 
     def change_prompt(self) -> None:
         self.nonce, self.answered = f"again {self.nonce}", 0
@@ -107,20 +106,16 @@ class Sender:
         }
         if stream:
             fields |= {"stream": True, "stream_options": {"include_usage": True}}
-        headers = [(b"content-type", b"application/json")]
-        if self.ranks and self.chart.vllm:
-            headers.append((b"x-data-parallel-rank", b"%d" % rank))
-        elif self.ranks:
-            fields["routed_dp_rank"] = rank
         told: list[Usage] = []
         call = Call(
             "POST",
             "/v1/completions",
-            headers,
+            [(b"content-type", b"application/json")],
             json.dumps(fields).encode(),
             RequestId(f"kvherd-doctor-{self.nonce}-{'s' if stream else 'w'}"),
             model=self.chart.model,
             stream=stream,
+            rank=rank if self.ranks else None,
             prompt_token_ids=self.known.encode(self.prompt, add_special_tokens=True) if self.known else None,
             on_usage=told.append,
         )

@@ -1,0 +1,96 @@
+"""A stock vLLM's own gRPC server: its events are followed and it is flushed, by itself and behind the bridge.
+
+Generation is for its own clients. `make test-vllm` installs it and runs these tests.
+"""
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import grpc
+import httpx
+import pytest
+from smg_grpc_proto.generated import vllm_engine_pb2 as pb
+from smg_grpc_proto.generated.vllm_engine_pb2_grpc import VllmEngineStub
+
+from kvherd.testing.doctors import examined, running
+from kvherd.testing.herds import GatewayProcess, Start, begin_gateway
+from kvherd.testing.processes import free_ports, wait_until
+from kvherd.testing.stock_engines import StockServer, vllm
+from kvherd.testing.stock_herds import is_live, kv_of
+
+pytestmark = [pytest.mark.peers, pytest.mark.timeout(600)]
+BLOCK = 32
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[StockServer]:
+    with TemporaryDirectory(prefix="kht-", dir="/tmp") as folder:
+        short = Path(folder)
+        one = vllm(free_ports((0,)), events=f"ipc://{short}/events", replay=f"ipc://{short}/replay", grpc=True)
+        with running(one):
+            yield one
+
+
+def generate(url: str, prompt: list[int]) -> int:
+    """The cached tokens that a generation of one token reports."""
+    sampling = pb.SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
+    asked = pb.GenerateRequest(
+        request_id=f"r-{random.getrandbits(64):x}",
+        tokenized=pb.TokenizedInput(input_ids=prompt),
+        sampling_params=sampling,
+        stream=False,
+    )
+    with grpc.insecure_channel(url.removeprefix("grpc://")) as channel:
+        *_, last = VllmEngineStub(channel).Generate(asked, timeout=120)
+    return int(last.complete.cached_tokens)
+
+
+def tokens(seed: int) -> list[int]:
+    dice = random.Random(seed)
+    return [dice.randrange(1000, 40_000) for _ in range(4 * BLOCK + 1)]
+
+
+def follow(gateway: GatewayProcess, url: str, seed: int) -> None:
+    """What is stored is known, and what is flushed is gone."""
+    (worker,) = gateway.workers()
+    assert (worker["kind"], worker["block_size"]) == ("vllm-grpc", BLOCK)
+    wait_until(lambda: is_live(gateway), within_s=30, what="its events are followed")
+    before = kv_of(gateway)["blocks"]
+    assert generate(url, tokens(seed)) == 0
+    wait_until(lambda: kv_of(gateway)["blocks"] == before + 4, within_s=10, what="four blocks more are known")
+    assert generate(url, tokens(seed)) == 4 * BLOCK
+    (flushed,) = httpx.post(f"{gateway.url}/flush_cache?timeout=10", timeout=30).json()["workers"]
+    assert flushed["outcome"] == "done", flushed
+    wait_until(lambda: kv_of(gateway)["blocks"] == 0, within_s=10, what="it is known that nothing is held")
+    assert generate(url, tokens(seed)) == 0
+    wait_until(lambda: kv_of(gateway)["blocks"] == 4, within_s=10, what="what it stores again is known")
+
+
+def test_it_is_followed_and_flushed_by_itself(server: StockServer, start: Start) -> None:
+    follow(begin_gateway(start, server.url, up=1), server.url, seed=1)
+
+
+def test_it_is_followed_and_flushed_behind_the_bridge(server: StockServer, start: Start) -> None:
+    port = free_ports((0,))
+    replay = server.replay or ""
+    start(
+        "bridge", "--engine", server.url, "--events", server.events, "--replay", replay, "--listen", f"127.0.0.1:{port}"
+    )
+    bridge = f"grpc://127.0.0.1:{port}"
+    follow(begin_gateway(start, bridge, up=1), bridge, seed=2)
+
+
+def test_a_chat_is_refused_and_the_reason_given(server: StockServer, start: Start) -> None:
+    gateway = begin_gateway(start, server.url, up=1)
+    body = {"messages": [{"role": "user", "content": "hi"}]}
+    answer = httpx.post(f"{gateway.url}/v1/chat/completions", json=body, timeout=60)
+    assert answer.status_code in (501, 502, 503), answer.text
+    assert "vllm" in answer.text
+
+
+def test_the_doctor_says_what_it_can_see(server: StockServer) -> None:
+    told = examined(server.url)
+    assert told.checks["KV events"][0] in ("ok", "warning"), told
+    assert told.checks["flush"][0] == "ok", told
