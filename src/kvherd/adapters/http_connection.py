@@ -34,6 +34,10 @@ class UpstreamUnreachable(Exception):
     """No connection could be made."""
 
 
+class NoDescriptor(UpstreamUnreachable):
+    """This process may open no more files, which says nothing about the worker."""
+
+
 class UpstreamBroken(Exception):
     """The exchange cannot be completed; `reason` is for people.
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from kvherd.adapters.http_connection import UpstreamBroken, UpstreamUnreachable
+from kvherd.adapters.http_connection import NoDescriptor, UpstreamBroken, UpstreamUnreachable
 from kvherd.adapters.http_pool import HttpPool
 from kvherd.adapters.http_url import HttpAddress
 from kvherd.adapters.tls import ClientTls, trusting_this_machine
@@ -103,6 +103,8 @@ class HttpAsker:
         sink = _Kept()
         try:
             await self._pool.exchange(head, body, sink, repeatable=method == "GET", sent=sent)
+        except NoDescriptor as error:
+            raise WorkerFailed(self._worker, str(error)) from None
         except UpstreamUnreachable as error:
             raise WorkerUnreachable(self._worker, str(error)) from None
         except UpstreamBroken as error:

@@ -1,10 +1,11 @@
 """Kept HTTP/1.1 connections to one worker."""
 
 import asyncio
+import errno
 from collections import deque
 from collections.abc import Callable
 
-from kvherd.adapters.http_connection import Sink, UpstreamBroken, UpstreamConnection, UpstreamUnreachable
+from kvherd.adapters.http_connection import NoDescriptor, Sink, UpstreamBroken, UpstreamConnection, UpstreamUnreachable
 from kvherd.adapters.tls import ClientTls, connected, why_untrusted
 
 
@@ -129,6 +130,8 @@ class HttpPool:
         except TimeoutError:
             raise UpstreamUnreachable(f"no connection within {self._connect_timeout_s:g} s") from None
         except OSError as error:
+            if error.errno in (errno.EMFILE, errno.ENFILE):
+                raise NoDescriptor("the gateway has no file descriptor left") from None
             raise UpstreamUnreachable(why_untrusted(error)) from None
         finally:
             self._connecting -= 1

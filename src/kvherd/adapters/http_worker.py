@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import assert_never
 
-from kvherd.adapters.http_connection import UpstreamBroken, UpstreamUnreachable
+from kvherd.adapters.http_connection import NoDescriptor, UpstreamBroken, UpstreamUnreachable
 from kvherd.adapters.http_detect import detect
 from kvherd.adapters.http_exchange import HttpAnswer, HttpAsker, pool_to
 from kvherd.adapters.http_flush import flush_by_url, flush_vllm
@@ -14,6 +14,7 @@ from kvherd.adapters.http_url import http_address
 from kvherd.adapters.tls import ClientTls
 from kvherd.adapters.usage_sniffer import UsageSniffer
 from kvherd.core.errors import OptionInvalid, WorkerFailed, WorkerRefused, WorkerUnreachable, WorkerUnsupported
+from kvherd.core.fleet.refusals import DescriptorsExhausted
 from kvherd.core.ids import WorkerId
 from kvherd.ports.worker import (
     Call,
@@ -90,6 +91,8 @@ class HttpWorker:
         repeatable = not call.path.startswith(_STATEFUL)
         try:
             await self._pool.exchange(self._head(call), call.body, relayed, repeatable=repeatable)
+        except NoDescriptor:
+            raise DescriptorsExhausted from None
         except UpstreamUnreachable as error:
             raise WorkerUnreachable(self._id, str(error)) from None
         except UpstreamBroken as error:

@@ -22,6 +22,13 @@ from kvherd.adapters.zmq_kv_feed import ZmqFrameFeed
 from kvherd.cli.engine_key import EngineKeyOption, engine_key
 from kvherd.cli.gateway_client import AdminKeyOption
 from kvherd.cli.gateway_keys import DATA_KEY, AdminKeyFileOption, DataKeyOption, admin_key_given, secret_given
+from kvherd.cli.gateway_load import (
+    FirstByteOption,
+    MaxRequestsOption,
+    MaxWaitingOption,
+    MaxWaitOption,
+    prepare_process,
+)
 from kvherd.cli.gateway_tls import (
     CertOption,
     ClientCaOption,
@@ -43,11 +50,13 @@ from kvherd.core.routing.policy import POLICY_NAMES
 from kvherd.ports.completions import Tokenizer
 from kvherd.ports.kv_feed import EventSource, KvFeed
 from kvherd.ports.worker import Worker
+from kvherd.services.gateway.admission import AdmissionBounds
 from kvherd.services.gateway.chat import PathConfig
 from kvherd.services.gateway.console import is_loopback
 from kvherd.services.gateway.fleet_edges import FleetConfig
 from kvherd.services.gateway.gateway import Gateway, GatewayConfig
 from kvherd.services.gateway.heal import HealMode
+from kvherd.services.gateway.patience import Bounds
 from kvherd.services.kv_relay.direct import DirectKvFeed
 
 TOKENIZER_DEADLINE_S = 30.0
@@ -114,6 +123,10 @@ def command(
     max_retry_s: Annotated[
         float, typer.Option(min=0.25, help="Longest pause between two tries of a worker that cannot be reached.")
     ] = 5.0,
+    first_byte_timeout: FirstByteOption = Bounds().first_byte_s,
+    max_requests: MaxRequestsOption = AdmissionBounds().running,
+    max_waiting: MaxWaitingOption = AdmissionBounds().waiting,
+    max_wait_s: MaxWaitOption = AdmissionBounds().longest_s,
     log_level: Annotated[LogLevel, typer.Option(help="Least level of the log, which goes to standard error.")] = (
         LogLevel.INFO
     ),
@@ -152,7 +165,8 @@ def command(
         environment=os.environ,
         names_period_s=resolve_s,
         fleet=FleetConfig(max_retry_s=max_retry_s),
-        path=PathConfig(usage_sample=usage_sample, heal=heal),
+        path=PathConfig(usage_sample=usage_sample, heal=heal, bounds=Bounds(first_byte_s=first_byte_timeout)),
+        admission=AdmissionBounds(max_requests, max_waiting, max_wait_s),
     )
     if host != "localhost" and not is_loopback(host) and not (gateway_config.data_key or config or tls_client_ca):
         log.warning("whoever reaches %s may send requests: give clients keys (--config, KVHERD_API_KEY)", host)
@@ -160,6 +174,7 @@ def command(
     to_workers = worker_tls(worker_cert, worker_key, worker_ca, worker_tls_name)
     require_free(host, [port], option="--port")
     require_free(host, [grpc_port], option="--grpc-port")
+    prepare_process()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         serving = run_gateway(gateway_config, engine_api_key=engine_key(engine_api_key), tls=tls, to_workers=to_workers)
         runner.run(until_stopped(serving, supervised=supervised))

@@ -20,6 +20,7 @@ from kvherd.core.errors import (
     WorkerTimedOut,
     WorkerUnreachable,
 )
+from kvherd.core.fleet.refusals import DeadlinePassed
 from kvherd.core.fleet.roster import Member
 from kvherd.core.fleet.spec import WorkerSpec
 from kvherd.core.ids import EngineHash, Rank, RequestId, WorkerId
@@ -380,6 +381,50 @@ async def test_a_worker_that_never_begins_is_given_up() -> None:
     async with herd(fake(ANN, first_byte_s=9000.0), config=PathConfig(bounds=Bounds(first_byte_s=60.0))) as it:
         with pytest.raises(WorkerTimedOut, match="within 60 s"):
             await it.ask()
+
+
+async def test_a_worker_that_accepts_and_is_down_is_replaced_long_before_its_time() -> None:
+    async with herd(fake(ANN, first_byte_s=9000.0), fake(BOB)) as it:
+        it.store(ANN, "hello world hello world")
+
+        async def stop() -> None:
+            await asyncio.sleep(1.0)
+            it.workers[ANN].fails = WorkerUnreachable(ANN, "nobody there")
+
+        async with asyncio.TaskGroup() as group:
+            group.create_task(stop())
+            began_s = asyncio.get_running_loop().time()
+            assert (await it.ask("hello world hello world")).headers["x-kvherd-worker"] == BOB
+        assert asyncio.get_running_loop().time() - began_s == pytest.approx(Bounds().down_s, abs=0.1)
+        assert it.workers[ANN].cancelled == 1
+        assert not it.member(ANN).in_flight
+
+
+async def test_a_worker_that_is_slow_and_well_is_waited_for() -> None:
+    async with herd(fake(ANN, first_byte_s=500.0), fake(BOB)) as it:
+        it.store(ANN, "hello world hello world")
+        assert (await it.ask("hello world hello world")).headers["x-kvherd-worker"] == ANN
+
+
+@pytest.mark.parametrize("begun", [False, True])
+async def test_a_client_s_own_deadline_ends_its_request_on_the_worker(begun: bool) -> None:
+    class Slow(FakeWorker):
+        async def forward(self, call: Call, responder: Responder) -> None:
+            if begun:
+                responder.start(200, [])
+            await super().forward(call, responder)
+
+    async with herd(Slow(ANN, facts=FACTS, first_byte_s=100.0)) as it:
+        body = {"model": "m", "prompt": "hello"}
+        with pytest.raises(DeadlinePassed, match=r"1\.5 s"):
+            await it.send(body, headers=((b"x-request-timeout", b"1.5"),))
+        assert it.workers[ANN].cancelled == 1
+        assert it.member(ANN).failures_total == 0
+        with pytest.raises(FieldInvalid, match="x-request-timeout"):
+            await it.send(body, headers=((b"x-request-timeout", b"-1"),))
+        task = asyncio.current_task()
+        assert task is not None
+        assert not task.cancelling()
 
 
 async def test_an_answer_that_has_begun_may_take_its_time() -> None:

@@ -40,7 +40,7 @@ from kvherd.services.gateway.fleet import Fleet
 from kvherd.services.gateway.heal import FullReports, HealMode, Incomplete
 from kvherd.services.gateway.metrics import GatewayMetrics
 from kvherd.services.gateway.parity import counted
-from kvherd.services.gateway.patience import Bounds, Patience
+from kvherd.services.gateway.patience import Bounds, Patience, deadline_s
 from kvherd.services.gateway.prompts import EncodingCache, Prompt, read_prompt
 from kvherd.services.gateway.turn import Incoming, Renamed, Turn
 from kvherd.services.gateway.usage_samples import UsageSamples, WithoutUsage, uncompressed
@@ -134,7 +134,8 @@ class DataPath:
             prompt = await read_prompt(incoming.path, incoming.body, asked, tokenizer, self._encodings)
         else:
             prompt = Prompt(incoming.body)
-        ends = _deadline(incoming.headers, began_s)
+        within_s = deadline_s(incoming.headers)
+        ends = None if within_s is None else (began_s + within_s, within_s)
         explain = (b"x-kvherd-explain", b"1") in incoming.headers
         witness = Witness(responder)
         return Turn(incoming, self._unique(incoming.request), asked, model, prompt, witness, began_s, explain, ends)
@@ -356,17 +357,3 @@ class DataPath:
         if self._loop is None:  # asked for once: each time costs a system call in 3.11
             self._loop = asyncio.get_running_loop()
         return self._loop
-
-
-def _deadline(headers: Sequence[tuple[bytes, bytes]], began_s: float) -> tuple[float, float] | None:
-    """When the client's own deadline comes, and how many seconds it gave. Raises `FieldInvalid`."""
-    told = next((value for name, value in headers if name == b"x-request-timeout"), None)
-    if told is None:
-        return None
-    try:
-        seconds = float(told)
-    except ValueError:
-        seconds = 0.0
-    if not 0 < seconds < float("inf"):
-        raise FieldInvalid("x-request-timeout", "must be a number of seconds above 0")
-    return began_s + seconds, seconds

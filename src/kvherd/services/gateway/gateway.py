@@ -18,6 +18,7 @@ from kvherd.core.routing.policy import Weights, make_policy
 from kvherd.ports.tls import Renewed, ServerTls
 from kvherd.services.gateway.access import AccessLog
 from kvherd.services.gateway.admin import build_app
+from kvherd.services.gateway.admission import Admission, AdmissionBounds, AdmittedPath
 from kvherd.services.gateway.audit import Audit
 from kvherd.services.gateway.certificates import CertificateWatch
 from kvherd.services.gateway.chat import DataPath, PathConfig
@@ -56,6 +57,7 @@ class GatewayConfig:
     fleet: FleetConfig = field(default_factory=FleetConfig)
     path: PathConfig = field(default_factory=PathConfig)
     limits: RelayLimits = field(default_factory=RelayLimits)
+    admission: AdmissionBounds = field(default_factory=AdmissionBounds)
 
 
 class Gateway:
@@ -145,6 +147,8 @@ class Gateway:
         )
         metrics.watch(fleet.roster, followers.view, asyncio.get_running_loop().time)
         metrics.watch_keys(keyring)
+        admission = Admission(config.admission)
+        metrics.watch_admission(admission)
         if self._tls is not None:
             metrics.watch_certificate(self._tls)
         audit = Audit(followers, metrics)
@@ -172,8 +176,9 @@ class Gateway:
             await stack.enter_async_context(IdleFlushes(fleet, followers.incomplete, flushed, metrics))
         grpc = GatewayGrpc(console, host=config.host, port=config.grpc_port, tls=self._tls)
         self._grpc = await stack.enter_async_context(grpc)
+        access = AccessLog(metrics)
         relay = RelayServer(
-            KeyedPath(path, keyring, AccessLog(metrics)),
+            KeyedPath(AdmittedPath(path, admission, access.refused), keyring, access),
             app,
             host=config.host,
             port=config.port,

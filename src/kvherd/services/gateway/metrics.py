@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable
 from functools import lru_cache
+from typing import Protocol
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -21,6 +22,13 @@ _TTFT_BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0
 
 
 _REMEMBERED = 1024
+
+
+class Admitting(Protocol):
+    @property
+    def running(self) -> int: ...
+    @property
+    def waiting(self) -> int: ...
 
 
 class GatewayMetrics:
@@ -131,6 +139,15 @@ class GatewayMetrics:
     def watch(self, roster: Roster, kv: Callable[[WorkerId], KvView], clock: Callable[[], float]) -> None:
         """Show the state of every worker whenever the metrics are read."""
         self._registry.register(_FleetCollector(roster, kv, clock))
+
+    def watch_admission(self, admission: Admitting) -> None:
+        """Show how many requests are under way, and how many wait."""
+        running = Gauge(
+            "kvherd_gateway_running_requests", "Requests of the data path under way", registry=self._registry
+        )
+        running.set_function(lambda: admission.running)
+        waiting = Gauge("kvherd_gateway_waiting_requests", "Requests that wait for their turn", registry=self._registry)
+        waiting.set_function(lambda: admission.waiting)
 
     def watch_keys(self, keyring: Keyring) -> None:
         """Show what every data key uses whenever the metrics are read."""

@@ -1,12 +1,29 @@
 """How long one try at one worker may take: a timer of its own, since `asyncio.timeout` costs five times as much."""
 
 import asyncio
+from collections.abc import Iterable
 from dataclasses import dataclass
 
-from kvherd.core.errors import KvherdError, WorkerTimedOut, WorkerUnreachable
+from kvherd.core.errors import FieldInvalid, KvherdError, WorkerTimedOut, WorkerUnreachable
 from kvherd.core.fleet.health import Down
 from kvherd.core.fleet.refusals import DeadlinePassed
 from kvherd.core.fleet.roster import Member
+
+TIMEOUT = b"x-request-timeout"
+
+
+def deadline_s(headers: Iterable[tuple[bytes, bytes]]) -> float | None:
+    """The seconds that the client gives the whole answer, if it says. Raises `FieldInvalid`."""
+    told = next((value for name, value in headers if name == TIMEOUT), None)
+    if told is None:
+        return None
+    try:
+        seconds = float(told)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < float("inf"):
+        raise FieldInvalid(TIMEOUT.decode(), "must be a number of seconds above 0")
+    return seconds
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,8 +9,7 @@ from typing import Protocol
 
 import msgspec
 
-from kvherd.core.errors import NoWorker, WorkerFailed
-from kvherd.core.fleet.keyring import KeyLimitReached
+from kvherd.core.errors import WorkerFailed
 from kvherd.core.ids import WorkerId
 from kvherd.services.gateway.relay.requests import Incoming
 from kvherd.wire.openai.errors import error_body, error_object
@@ -244,4 +243,5 @@ def _without_nominated(headers: Sequence[tuple[bytes, bytes]]) -> list[tuple[byt
 
 
 def retry_after_s(error: BaseException) -> int:
-    return error.retry_after_s if isinstance(error, NoWorker | KeyLimitReached) else 1
+    told = getattr(error, "retry_after_s", 1)
+    return told if isinstance(told, int) else 1

@@ -2,8 +2,10 @@
 
 import asyncio
 import errno
+import resource
 import socket
 import ssl
+from dataclasses import replace
 from types import TracebackType
 from typing import Self
 
@@ -13,6 +15,17 @@ from kvherd.services.gateway.relay.edge import AsgiApp, DataHandler, RelayLimits
 
 _BACKLOG = 2048
 _FAREWELL_S = 1.0
+_SPARE = 64
+
+
+def _within_descriptors(limits: RelayLimits) -> RelayLimits:
+    """As many connections as this process has descriptors for, each with one to a worker, and some for itself: who
+    comes too many is told so, where the system itself would only close.
+    """
+    most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if most == resource.RLIM_INFINITY:
+        return limits
+    return replace(limits, connections=max(1, min(limits.connections, (most - min(_SPARE, most // 2)) // 2)))
 
 
 class RelayServer:
@@ -39,7 +52,7 @@ class RelayServer:
         self._app = app
         self._host = host
         self._port = port
-        self._limits = limits or RelayLimits()
+        self._limits = _within_descriptors(limits or RelayLimits())
         self._tls = tls
         self._port_option = port_option
         self._host_option = host_option

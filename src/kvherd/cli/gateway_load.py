@@ -1,0 +1,39 @@
+"""Options of the gateway that bound its load, and the descriptors that it needs for it."""
+
+import gc
+import resource
+from typing import Annotated
+
+import typer
+
+FirstByteOption = Annotated[
+    float,
+    typer.Option(
+        min=0.1,
+        help="Seconds that a worker may take to begin an answer; then another is tried. An answer that does not "
+        "stream begins when it is complete. A worker that is found to be down meanwhile has 15.",
+    ),
+]
+MaxRequestsOption = Annotated[
+    int, typer.Option(min=1, help="Requests of the data path under way at once; others wait for their turn.")
+]
+MaxWaitingOption = Annotated[
+    int, typer.Option(min=0, help="Requests that may wait for their turn; what comes beyond is a 429.")
+]
+MaxWaitOption = Annotated[float, typer.Option(min=0.1, help="Seconds that a request waits for its turn; then a 503.")]
+
+_ENOUGH = 1_048_576
+_YOUNG = 10_000
+
+
+def prepare_process() -> None:
+    """Allow this process as many connections as the system does, and let the garbage collector look less often: what
+    was imported is never garbage, and a request leaves none that needs it.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _ENOUGH if hard == resource.RLIM_INFINITY else min(hard, _ENOUGH)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(_YOUNG, 10, 10)
