@@ -77,7 +77,7 @@ def test_an_empty_file_says_nothing() -> None:
         ('[[keys]]\nname = "a"\nkey = "secret"', 3, "key: is unknown here; there are name, file, env"),
         ('[[keys]]\nname = "a"\nenv = "A"\n[[keys]]\nname = "a"\nenv = "B"', 5, "name: stands here a second time: 'a'"),
         ('[[keys]]\nname = "a"\nenv = "A"\nin_flight = 0', 4, "in_flight: must be 1 or more"),
-        ('[[keys]]\nname = "a"\nenv = "A"\nrequests_per_s = -1', 4, "requests_per_s: must be above 0"),
+        ('[[keys]]\nname = "a"\nenv = "A"\nrequests_per_s = -1', 4, "requests_per_s: must be 0.001 or more"),
     ],
 )
 def test_what_is_wrong_is_named_with_its_line(text: str, line: int, problem: str) -> None:
@@ -85,6 +85,11 @@ def test_what_is_wrong_is_named_with_its_line(text: str, line: int, problem: str
         decode_gateway_file(text.encode(), "herd.toml")
     assert (refused.value.line, refused.value.problem[: len(problem)]) == (line, problem)
     assert str(refused.value).startswith(f"herd.toml, line {line}: {problem}")
+
+
+def test_a_file_that_is_nested_without_end_is_refused() -> None:
+    with pytest.raises(ConfigInvalid):
+        decode_gateway_file(b"models = " + b"[" * 100_000, "f")
 
 
 def test_bytes_that_are_no_text_are_refused_with_their_line() -> None:

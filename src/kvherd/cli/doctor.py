@@ -17,8 +17,7 @@ from kvherd.adapters.grpc_kv_feed import GrpcKvFeed
 from kvherd.adapters.grpc_methods import engine_methods
 from kvherd.adapters.grpc_url import grpc_address
 from kvherd.adapters.grpc_worker import GrpcWorker
-from kvherd.adapters.http_exchange import HttpAsker
-from kvherd.adapters.http_pool import HttpPool
+from kvherd.adapters.http_exchange import HttpAsker, pool_to
 from kvherd.adapters.http_url import http_address
 from kvherd.adapters.http_worker import HttpWorker
 from kvherd.cli.bridge import frame_feeds
@@ -128,7 +127,7 @@ def _instruments(url: str, key: str | None, stack: AsyncExitStack) -> Instrument
         worker, methods = GrpcWorker(name), partial(engine_methods, url)
     else:
         address = http_address(url)
-        pool = HttpPool(address.host, address.port)
+        pool = pool_to(address, None)
         worker, door = HttpWorker(name, url, api_key=key, pool=pool), HttpAsker(name, address, pool, api_key=key)
     stack.push_async_callback(worker.close)
     return Instruments(

@@ -28,6 +28,7 @@ from kvherd.core.fleet.spec import ConfigInvalid, WorkerSpec, checked_labels, ch
 _AT: Final = re.compile(r"\(at line (\d+), column \d+\)")
 _PLACE: Final = re.compile(r"^\$\.(\w+)(?:\[(\d+|\.\.\.)\])?(?:\.(\w+))?")
 _UNKNOWN: Final = re.compile(r"unknown field `(.+)`")
+_LEAST_RATE: Final = 0.001
 _MOST_BYTES: Final = 4 * 2**20
 
 
@@ -87,6 +88,8 @@ def decode_gateway_file(data: bytes, name: str) -> GatewayFile:
         raise ConfigInvalid(name, data.count(b"\n", 0, error.start) + 1, "is not UTF-8") from None
     except tomllib.TOMLDecodeError as error:
         raise ConfigInvalid(name, _line_told(str(error), text), _AT.sub("", str(error)).strip()) from None
+    except RecursionError:
+        raise ConfigInvalid(name, 0, "is nested too deeply") from None
     reader = _Reader(name, text)
     return reader.file(table)
 
@@ -143,8 +146,9 @@ class _Reader:
                 raise self._wrong("keys", index, "name", f"key {key.name!r}: give one of file and env, where it is")
             if key.in_flight is not None and key.in_flight < 1:
                 raise self._wrong("keys", index, "in_flight", "in_flight: must be 1 or more")
-            if key.requests_per_s is not None and not 0 < key.requests_per_s < 1e9:
-                raise self._wrong("keys", index, "requests_per_s", "requests_per_s: must be above 0")
+            if key.requests_per_s is not None and not _LEAST_RATE <= key.requests_per_s < 1e9:
+                problem = f"requests_per_s: must be {_LEAST_RATE:g} or more"
+                raise self._wrong("keys", index, "requests_per_s", problem)
             entries[key.name] = KeyEntry(key.name, key.file, key.env, KeyLimits(key.in_flight, key.requests_per_s))
         return tuple(entries.values())
 

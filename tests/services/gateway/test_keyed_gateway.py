@@ -138,3 +138,13 @@ async def test_a_file_that_turns_wrong_keeps_the_keys_that_were_and_the_gateway_
         assert told["problem"].startswith(f"{path}, line 8: in_flght: is unknown here")
         assert (await client.post("/v1/completions", json=BODY, headers=OURS)).status_code == 200
         assert (await client.post("/v1/completions", json=BODY)).status_code == 401
+
+
+async def test_an_empty_file_does_not_open_the_door(path: Path) -> None:
+    async with guarded(FakeWorker(ANN, facts=FACTS), path) as client:
+        await asyncio.to_thread(path.write_text, "")
+        async with asyncio.timeout(PATIENCE_S):
+            while not (told := (await client.get("/server_info")).json()["config"])["problem"]:  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
+        assert "keys: none is left" in told["problem"]
+        assert (await client.post("/v1/completions", json=BODY)).status_code == 401

@@ -166,6 +166,15 @@ async def test_every_address_of_a_name_is_a_worker_and_they_come_and_go() -> Non
         assert members(fleet) == []
 
 
+async def test_an_address_that_no_worker_may_have_is_passed_over(caplog: pytest.LogCaptureFixture) -> None:
+    names = Names({"herd": ["169.254.169.254", "10.0.0.1"]})
+    async with staffed(names) as (staffing, fleet):
+        staffing.want("file", [WorkerSpec("http://herd:8000", resolve=True)])
+        await asyncio.sleep(40)
+        assert members(fleet) == ["http://10.0.0.1:8000"]
+    assert sum("169.254.169.254 is a link-local address" in line for line in caplog.messages) == 1
+
+
 async def test_a_resolver_that_is_down_takes_no_worker_away(caplog: pytest.LogCaptureFixture) -> None:
     names = Names({"herd": ["10.0.0.1"]})
     async with staffed(names) as (staffing, fleet):

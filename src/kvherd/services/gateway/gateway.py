@@ -9,6 +9,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from kvherd.core.errors import OptionInvalid
 from kvherd.core.fleet.keyring import DataKey, Keyring, key_digest
 from kvherd.core.fleet.spec import WorkerSpec
 from kvherd.core.ids import WorkerId
@@ -199,6 +200,8 @@ class Gateway:
             return None
 
         def apply(told: GatewayFile, keys: list[DataKey]) -> None:
+            if not keyring.open and not own and not keys:  # an empty file must not open the door
+                raise OptionInvalid("keys", "none is left, so that whoever comes would be served; restart to mean that")
             staffing.want("file", told.workers)
             fleet.roster.aliases, fleet.roster.required = told.aliases, told.models
             keyring.replace([*own, *keys])

@@ -25,6 +25,7 @@ Resolve = Callable[[str], Awaitable[list[str]]]
 
 LOOK_S: Final = 0.5
 RESOLVE_DEADLINE_S: Final = 5.0
+_MOST_SAID: Final = 1000
 
 
 class Staffing:
@@ -39,6 +40,7 @@ class Staffing:
         self._unresolved: set[str] = set()
         self._placed: dict[WorkerId, WorkerSpec] = {}
         self._returning: set[WorkerId] = set()
+        self._said: set[str] = set()
         self._group = asyncio.TaskGroup()
         self._news = asyncio.Event()
 
@@ -92,8 +94,16 @@ class Staffing:
         wanted: dict[WorkerId, WorkerSpec] = {}
         for spec in (spec for specs in self._wanted.values() for spec in specs):
             for one in self._places(spec):
-                wanted.setdefault(one.worker, one)
+                try:
+                    wanted.setdefault(one.worker, one)
+                except OptionInvalid as error:  # a resolver may say anything, link-local addresses too
+                    self._say_once(f"{_host(spec)} resolves to what no worker may be: {error}")
         return wanted
+
+    def _say_once(self, sentence: str) -> None:
+        if sentence not in self._said and len(self._said) < _MOST_SAID:
+            self._said.add(sentence)
+            log.warning("%s", sentence)
 
     def _places(self, spec: WorkerSpec) -> list[WorkerSpec]:
         if not spec.resolve:
@@ -143,7 +153,7 @@ class Staffing:
         try:
             async with asyncio.timeout(RESOLVE_DEADLINE_S):
                 told = await self._resolve(host)
-        except (OSError, TimeoutError) as error:
+        except (OSError, UnicodeError, TimeoutError) as error:
             if host not in self._unresolved:  # said once: it is asked for again and again
                 reason = str(error) or f"no answer within {RESOLVE_DEADLINE_S:g} s"
                 log.warning("%s does not resolve: %s; its %d workers stay", host, reason, len(known.current))

@@ -1,0 +1,72 @@
+"""A gateway as an operator runs it: workers and keys in a file, TLS before it, a drain in the middle of a stream."""
+
+import json
+import ssl
+import threading
+from pathlib import Path
+
+import httpx
+import pytest
+
+from kvherd.testing.certificates import Authority
+from kvherd.testing.herds import Start, begin_engine
+from kvherd.testing.processes import free_ports, wait_until
+
+pytestmark = pytest.mark.engine
+
+PATIENCE_S = 60.0
+OURS = {"authorization": "Bearer secret-of-the-web"}
+BOSS = {"authorization": "Bearer secret-of-the-boss"}
+
+
+def test_a_worker_of_the_file_is_drained_while_it_streams_and_nothing_is_cut_off(start: Start, tmp_path: Path) -> None:
+    engine = begin_engine(start)
+    files = Authority().issue(tmp_path, "gateway")
+    (tmp_path / "web.key").write_text("secret-of-the-web\n")
+    (tmp_path / "boss.key").write_text("secret-of-the-boss\n")
+    config, lines = tmp_path / "herd.toml", tmp_path / "access.jsonl"
+    config.write_text(
+        f'[[workers]]\nurl = "{engine.grpc_url}"\n[aliases]\ngpt = "tiny"\n'
+        f'[[keys]]\nname = "web"\nfile = "{tmp_path / "web.key"}"\n'
+    )
+    port = free_ports((0, 1))
+    words = ["--config", str(config), "--port", str(port), "--grpc-port", str(port + 1), "--access-log", str(lines)]
+    words += ["--tls-cert", str(files.certificate), "--tls-key", str(files.key)]
+    gateway = start("gateway", *words, "--admin-key-file", str(tmp_path / "boss.key"))
+    context = ssl.create_default_context(cafile=str(files.authority))
+    base = f"https://localhost:{port}"
+    with httpx.Client(base_url=base, verify=context, timeout=PATIENCE_S) as client:
+
+        def ready() -> bool:
+            try:
+                return client.get("/ready").status_code == 200
+            except httpx.TransportError:
+                return False
+
+        gateway.wait_for(ready, what="the gateway has its worker")
+        told: list[str] = []
+
+        def stream() -> None:
+            body = {"model": "gpt", "prompt": "x" * 20, "max_tokens": 1500, "ignore_eos": True, "stream": True}
+            with (
+                httpx.Client(base_url=base, verify=context, timeout=PATIENCE_S) as other,
+                other.stream("POST", "/v1/completions", json=body, headers=OURS) as answer,
+            ):
+                for line in answer.iter_lines():
+                    told.append(line)  # noqa: PERF402 - another thread looks at what came so far
+
+        streaming = threading.Thread(target=stream)
+        streaming.start()
+        wait_until(lambda: len(told) > 2, within_s=PATIENCE_S, what="the stream has begun")
+        (worker,) = client.get("/workers", headers=BOSS).json()["workers"]
+        left = client.delete(f"/workers/{worker['id']}?timeout=60", headers=BOSS).json()
+        streaming.join(PATIENCE_S)
+        assert not streaming.is_alive()
+        assert left["drained"] is True
+        assert [line for line in told if line][-1] == "data: [DONE]"
+        gone = client.post("/v1/completions", json={"model": "gpt", "prompt": "x"}, headers=OURS)
+        assert gone.status_code == 503
+    first, second = map(json.loads, lines.read_text().splitlines())
+    assert (first["key"], first["outcome"], first["worker"]) == ("web", "answered", engine.grpc_url)
+    assert (second["key"], second["outcome"], second["status"]) == ("web", "NoWorker", 503)
+    assert "secret" not in lines.read_text() + gateway.said
