@@ -13,6 +13,7 @@ from kvherd.core.fleet.roster import Roster
 from kvherd.core.ids import RequestId
 from kvherd.ports.completions import Usage
 from kvherd.services.gateway.access import AccessLog
+from kvherd.services.gateway.admission import Admission
 from kvherd.services.gateway.metrics import GatewayMetrics
 from kvherd.services.gateway.relay.edge import DataRequest
 from kvherd.wire.fleet_json import KvView
@@ -29,6 +30,7 @@ def whole() -> GatewayMetrics:
     metrics = GatewayMetrics()
     metrics.watch(Roster(), lambda _: KvView("live"), lambda: 0.0)
     metrics.watch_keys(Keyring())
+    metrics.watch_admission(Admission())
     metrics.watch_certificate(Certificate())  # type: ignore[arg-type]
     metrics.watch_config(lambda: "")
     return metrics
