@@ -44,6 +44,7 @@ from smg_grpc_proto.generated import common_pb2 as pb
 
 from kvherd.adapters.grpc_kv_feed import METHODS, GrpcKvFeed
 from kvherd.adapters.zmq_kv_feed import ZmqFrameFeed
+from kvherd.core.errors import KvherdError
 from kvherd.core.ids import Rank, WorkerId
 from kvherd.core.kv.events import KvEventBatch, SnapshotChunk
 from kvherd.core.kv.hashing import PrefixHasher, prefix_chain
@@ -53,6 +54,7 @@ from kvherd.services.gateway.follow import Followers
 from kvherd.services.gateway.follow_stream import Following
 from kvherd.services.kv_relay.direct import DirectKvFeed
 from kvherd.services.kv_relay.event_streams import EventStreams
+from kvherd.services.kv_relay.grpc_edge import refuse
 from kvherd.services.kv_relay.relay import KvRelay
 
 OUT = Path(__file__).parent / "out" / "kv_feed.json"
@@ -256,7 +258,10 @@ async def serve_bridge(events: str, replay: str) -> None:
         streams = EventStreams(relay)
 
         async def subscribe(request: pb.SubscribeKvEventsRequest, context: Any) -> None:  # noqa: ANN401 - grpc has no types
-            await streams.serve(request.start_sequence_number, context)
+            try:
+                await streams.serve(request.start_sequence_number, context)
+            except KvherdError as error:  # a follower tells a refusal from a broken connection by its status
+                await refuse(context, error)
 
         _, service, call = METHODS[0].split("/")
         handler = grpc.unary_stream_rpc_method_handler(

@@ -1,5 +1,7 @@
 """A stock SMG gateway takes `kvherd engine` for an SGLang worker: answers, cached tokens, KV events, flushes, restarts.
 
+It takes a `kvherd bridge` before that engine for the same, and gets its events from the bridge's relay.
+
 `make test-smg` installs it and runs these tests.
 """
 
@@ -23,13 +25,14 @@ from kvherd.testing.processes import KvherdProcess, OwnedProcess, free_ports, wa
 pytestmark = [pytest.mark.peers, pytest.mark.timeout(180)]
 
 BLOCK = 16
+EVENTS_OFFSET, REPLAY_OFFSET = 10, 30
 COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 CONNECTED = "KV event stream connected"
 
 
 @dataclass
 class SmgOverEngine:
-    """SMG with one worker. `engine` changes when it is started anew."""
+    """SMG with one worker, the engine or a bridge before it. `engine` changes when it is started anew."""
 
     smg: OwnedProcess
     url: str
@@ -63,14 +66,25 @@ class SmgOverEngine:
         return sum(load["num_running_reqs"] for load in json.loads(get(f"{self.engine.url}/get_loads")[1])["loads"])
 
 
-@pytest.fixture(scope="module")
-def pair() -> Iterator[SmgOverEngine]:
+def begin_bridge(engine: EngineProcess, stack: ExitStack) -> str:
+    """A bridge that reads the engine's own sockets; its URL."""
+    port = free_ports((0,))
+    words = ("bridge", "--engine", engine.grpc_url, "--listen", f"127.0.0.1:{port}")
+    sockets = (f"tcp://127.0.0.1:{engine.port + EVENTS_OFFSET}", f"tcp://127.0.0.1:{engine.port + REPLAY_OFFSET}")
+    bridge = stack.enter_context(KvherdProcess(*words, "--events", sockets[0], "--replay", sockets[1]))
+    bridge.wait_for(lambda: "serving the KV events and calls" in bridge.said, what="the bridge serves")
+    return f"grpc://127.0.0.1:{port}"
+
+
+@pytest.fixture(scope="module", params=["engine", "bridge"])
+def pair(request: pytest.FixtureRequest) -> Iterator[SmgOverEngine]:
     binary = Path(os.environ.get("KVHERD_SMG", ".venv-smg/bin/smg"))
     assert binary.is_file(), f"there is no {binary}; `make test-smg` installs it and runs these tests"
     with ExitStack() as stack:
         engine = begin_engine(lambda *words: stack.enter_context(KvherdProcess(*words)))
+        worker = engine.grpc_url if request.param == "engine" else begin_bridge(engine, stack)
         port = free_ports((0, 1))
-        options = ["--host", "127.0.0.1", "--port", str(port), "--worker-urls", engine.grpc_url]
+        options = ["--host", "127.0.0.1", "--port", str(port), "--worker-urls", worker]
         options += ["--policy", "cache_aware", "--prometheus-host", "127.0.0.1", "--prometheus-port", str(port + 1)]
         smg = stack.enter_context(OwnedProcess([str(binary), "launch", *options]))
         url = f"http://127.0.0.1:{port}"
