@@ -5,7 +5,9 @@
 All over HTTP on this machine, as an operator gives them, against one engine in one run:
 
 idle     from the call to the answer of a flush that finds one prompt cached
-expiry   how far from its time a flush ends that finds the engine busy from beginning to end
+expiry   how far from its time a flush ends that finds the engine busy from beginning to end; the load is made by a
+         process of its own, and in turns with the flushes a sleep of the same length is timed in the same process:
+         what it is late by is the machine's part
 profile  time of the same answers with a profile off, on, and on with stacks, in turns; the ratios are what to trust
 
 Nothing is asserted.
@@ -15,6 +17,8 @@ import argparse
 import json
 import random
 import statistics
+import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -25,7 +29,7 @@ from pathlib import Path
 
 import httpx
 
-from kvherd.testing.herds import EngineProcess, begin_engine
+from kvherd.testing.herds import begin_engine
 from kvherd.testing.processes import KvherdProcess
 
 OUT = Path(__file__).resolve().parent / "out" / "engine_orders.json"
@@ -40,12 +44,12 @@ def milliseconds(values: list[float]) -> dict[str, float]:
 
 
 class Bench:
-    def __init__(self, engine: EngineProcess, model: str, flushes: int, rounds: int) -> None:
+    def __init__(self, url: str, sidecar_url: str, model: str, flushes: int = 0, rounds: int = 0) -> None:
         self._model = model
         self._flushes = flushes
         self._rounds = rounds
-        self._http = httpx.Client(base_url=engine.url, timeout=120)
-        self._sidecar = httpx.Client(base_url=engine.sidecar_url, timeout=120)
+        self._http = httpx.Client(base_url=url, timeout=120)
+        self._sidecar = httpx.Client(base_url=sidecar_url, timeout=120)
         self._dice = random.Random(1)
 
     def generate(self, tokens: int) -> None:
@@ -62,8 +66,8 @@ class Bench:
             taken.append(time.perf_counter() - begun_s)
         return taken
 
-    @contextmanager
-    def busy(self) -> Iterator[None]:
+    def keep_busy(self) -> None:
+        """Until standard input ends."""
         done = threading.Event()
 
         def ask(tokens: int) -> None:
@@ -73,22 +77,34 @@ class Bench:
         with ThreadPoolExecutor(CLIENTS) as pool:  # of different lengths, or they would all end with one step
             for index in range(CLIENTS):
                 pool.submit(ask, 40 + 23 * index)
+            sys.stdin.read()
+            done.set()
+
+    @contextmanager
+    def busy(self) -> Iterator[None]:
+        """Ask for answers all the time, in another process: threads in this one would make its clock late."""
+        command = [sys.executable, __file__, "--model", self._model, "--load", str(self._http.base_url)]
+        with subprocess.Popen(command, stdin=subprocess.PIPE) as load:
             try:
-                time.sleep(1)
+                time.sleep(3)
                 yield
             finally:
-                done.set()
+                load.communicate()
 
-    def expiry(self) -> list[float]:
-        errors = []
+    def expiry(self) -> tuple[list[float], list[float]]:
+        """How late flushes ended, and sleeps."""
+        flushes, sleeps = [], []
         with self.busy():
             for _ in range(self._flushes):
                 time_s = self._dice.uniform(0.02, 0.2)
                 begun_s = time.perf_counter()
                 answer = self._sidecar.post(f"/flush_cache?timeout={time_s}")
                 if answer.json()["timed_out"]:
-                    errors.append(abs(time.perf_counter() - begun_s - time_s))
-        return errors
+                    flushes.append(abs(time.perf_counter() - begun_s - time_s))
+                begun_s = time.perf_counter()
+                time.sleep(time_s)
+                sleeps.append(time.perf_counter() - begun_s - time_s)
+        return flushes, sleeps
 
     def profile(self, directory: str) -> dict[str, list[float]]:
         taken: dict[str, list[float]] = {name: [] for name in CONTENDERS}
@@ -111,22 +127,27 @@ def main() -> None:
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--flushes", type=int, default=100)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--load", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    if arguments.load:
+        Bench(arguments.load, arguments.load, arguments.model).keep_busy()
+        return
     with ExitStack() as stack:
         directory = stack.enter_context(tempfile.TemporaryDirectory())
         engine = begin_engine(
             lambda *words: stack.enter_context(KvherdProcess(*words)),
             "--model", arguments.model, "--served-model-name", "bench",
         )  # fmt: skip
-        bench = Bench(engine, "bench", arguments.flushes, arguments.rounds)
+        bench = Bench(engine.url, engine.sidecar_url, "bench", arguments.flushes, arguments.rounds)
         bench.generate(8)
-        idle, expiry = milliseconds(bench.idle()), milliseconds(bench.expiry())
+        idle = milliseconds(bench.idle())
+        expiry, sleep = (milliseconds(errors) for errors in bench.expiry())
         taken = bench.profile(directory)
     ratios = {
         name: statistics.median(on / off for on, off in zip(times, taken["off"], strict=True))
         for name, times in taken.items()
     }
-    result = {"model": arguments.model, "idle": idle, "expiry": expiry, "profile": ratios}
+    result = {"model": arguments.model, "idle": idle, "expiry": expiry, "sleep beside": sleep, "profile": ratios}
     OUT.parent.mkdir(parents=True, exist_ok=True)
     OUT.write_text(json.dumps(result, indent=2))
     print(json.dumps(result, indent=2))

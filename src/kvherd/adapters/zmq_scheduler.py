@@ -45,6 +45,7 @@ from kvherd.wire import scheduler_ipc as ipc
 log = logging.getLogger(__name__)
 
 UNSENT_FRAMES = 100_000
+FRAMES_AT_ONCE = 100
 ORDER_GRACE_S = 1.0
 """How long beyond its own time-out an order waits for the ranks to say that it timed out."""
 
@@ -290,7 +291,9 @@ class ZmqScheduler:
             raise QueueFull(UNSENT_FRAMES) from None
 
     async def _read(self) -> None:
-        while True:
+        for turn in itertools.count(1):
+            if turn % FRAMES_AT_ONCE == 0:
+                await asyncio.sleep(0)  # a receive that finds a frame does not wait: others must have their turn
             try:
                 frame = await self._news.recv()
                 self._take(ipc.decode_from_rank(frame))
