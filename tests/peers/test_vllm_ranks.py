@@ -10,7 +10,7 @@ import pytest
 from kvherd.testing.doctors import running
 from kvherd.testing.processes import free_ports
 from kvherd.testing.stock_engines import StockServer, vllm
-from kvherd.testing.stock_ranks import StockRanks
+from kvherd.testing.stock_ranks import StockTalks
 
 pytestmark = [pytest.mark.peers, pytest.mark.timeout(600)]
 
@@ -24,5 +24,5 @@ def server() -> Iterator[StockServer]:
         yield one
 
 
-class TestVllmRanks(StockRanks):
-    pass
+class TestVllmRanks(StockTalks):
+    ranks = 2
