@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 
 import pytest
 import zmq
@@ -332,6 +332,21 @@ async def test_a_subscriber_that_does_not_read_is_cut_off_and_the_others_are_not
         again = Reader(relay)
         async with reading(again):
             await until(lambda: again.holds(*range(1, 101)), "all hundred by snapshot")
+
+
+async def test_any_number_of_subscribers_costs_the_engine_one_connection() -> None:
+    calm = RelayOptions(probe_s=1.0, replay_silence_s=2.0)
+    async with FakePublisher() as publisher, relay_of(publisher, options=calm) as relay:
+        await publisher.publish(block(1))
+        await known(relay, 1)
+        asked = publisher.replays_asked
+        readers = [Reader(relay) for _ in range(100)]
+        async with AsyncExitStack() as stack:
+            for reader in readers:
+                await stack.enter_async_context(reading(reader))
+            await publisher.publish(block(2))
+            await until(lambda: all(reader.holds(1, 2) for reader in readers), "all hundred know it")
+        assert publisher.replays_asked - asked < 50, "one reader asks, and not each for itself"
 
 
 async def test_a_subscriber_that_has_everything_waits() -> None:
