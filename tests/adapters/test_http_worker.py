@@ -516,6 +516,18 @@ async def test_kvherd_says_what_it_is() -> None:
         assert await worker.load() == WorkerLoad(running=11, waiting=22, used_tokens=33, capacity_tokens=44)
 
 
+async def test_adapters_are_models_after_their_base_and_known_as_what_they_are() -> None:
+    cards = [
+        {"id": "tuned", "parent": "smollm2", "root": "/adapters/tuned"},
+        {"id": "smollm2", "parent": None, "max_model_len": 2048},
+        {"id": "alias", "parent": None},
+    ]
+    listed = {"GET /v1/models": said({"object": "list", "data": cards})}
+    async with RawServer(paths(VLLM | listed)) as server, worker_at(server.url) as worker:
+        facts = await worker.detect()
+    assert (facts.models, facts.adapters) == (("smollm2", "alias", "tuned"), ("tuned",))
+
+
 async def test_vllm_is_known_by_its_version_and_its_cache_by_its_metrics() -> None:
     async with RawServer(paths(VLLM)) as server, worker_at(server.url) as worker:
         facts = await worker.detect()

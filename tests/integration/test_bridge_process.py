@@ -96,14 +96,14 @@ async def test_metrics_and_health_are_on_loopback_where_they_were_asked_for_and_
     [
         (("--engine", "grpc://127.0.0.1"), "kvherd: --engine: 'grpc://127.0.0.1' must be grpc://HOST:PORT"),
         (("--engine", "grpc://h:99999"), "kvherd: --engine: 'grpc://h:99999': 99999 is no port"),
-        (("--engine", "https://h:1"), "kvherd: --engine: 'https://h:1': TLS to workers is not supported yet"),
+        (("--engine", "ftp://h:1"), "kvherd: --engine: 'ftp://h:1': it must begin with http:// or https://"),
         (("--engine", "grpc://h:1", "--replay", "ipc:///r"), "kvherd: --replay: name the engine's --events too"),
         (("--engine", "grpc://h:1", "--tokenizer", "/"), "kvherd: --tokenizer: an engine on gRPC hands out its own"),
         (("--events", "tcp://*:5557"), "kvherd: --events: 'tcp://*:5557' is where an engine listens"),
         (("--listen", "50061"), "kvherd: --listen: '50061' must be HOST:PORT"),
         (("--ranks", "2", "--replay", "tcp://127.0.0.1:5558"), "kvherd: --replay: tcp://127.0.0.1:5558 is an endpoint"),
     ],
-    ids=["no port", "such port", "tls", "replay alone", "tokenizer", "events", "listen", "overlap"],
+    ids=["no port", "such port", "scheme", "replay alone", "tokenizer", "events", "listen", "overlap"],
 )
 def test_a_wrong_option_is_one_line(start: Start, words: tuple[str, ...], line: str) -> None:
     process = start("bridge", *words)
