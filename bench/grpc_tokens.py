@@ -1,0 +1,187 @@
+"""CPU that one token message of a gRPC worker costs the gateway, against grpc.aio alone reading the same stream.
+
+    python bench/grpc_tokens.py [--streams 64] [--tokens 200] [--rounds 5]
+
+A fake engine of SGLang's protocol says one token a message on 64 streams at once, in a process of its own. Two
+contenders read it, each in a process of its own and in turns:
+
+alone    the generated stub of grpc.aio, which counts messages
+worker   the gateway's adapter: detokenized with the real model's tokenizer, made into OpenAI's event stream, written
+         to a client that takes everything
+
+CPU is the process's own, of all its threads, between the first and the last message. Nothing is asserted.
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import resource
+import statistics
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc.aio
+import uvloop
+from smg_grpc_proto.generated import sglang_scheduler_pb2 as pb
+from smg_grpc_proto.generated.sglang_scheduler_pb2_grpc import SglangSchedulerStub
+
+from kvherd.adapters.grpc_worker import GrpcWorker
+from kvherd.adapters.model_files import locate
+from kvherd.adapters.tokenizer import load_tokenizer
+from kvherd.core.ids import RequestId, WorkerId
+from kvherd.ports.worker import Call
+from kvherd.testing.sglang_engine import Context, EngineScript, ScriptedSglang, serving
+
+OUT = Path(__file__).resolve().parent / "out" / "grpc_tokens.json"
+TEXT = "The capital of France is Paris, a city of light; its river is the Seine, and its history is long. " * 40
+STEP_LIMIT_S = 120.0
+
+
+class Talker(ScriptedSglang):
+    """Says the tokens of a real text, one a message."""
+
+    def __init__(self, token_ids: Sequence[int], script: EngineScript) -> None:
+        super().__init__(script)
+        self._token_ids = token_ids
+
+    async def Generate(self, request: pb.GenerateRequest, context: Context) -> AsyncIterator[pb.GenerateResponse]:  # noqa: N802
+        wanted = request.sampling_params.max_new_tokens
+        for made, token_id in enumerate(self._token_ids[:wanted], start=1):
+            chunk = pb.GenerateStreamChunk(token_ids=[token_id], prompt_tokens=8, completion_tokens=made)
+            yield pb.GenerateResponse(request_id=request.request_id, chunk=chunk)
+        last = pb.GenerateComplete(finish_reason="length", prompt_tokens=8, completion_tokens=wanted)
+        yield pb.GenerateResponse(request_id=request.request_id, complete=last)
+
+
+class Sink:
+    """Implements `ports.worker.Responder`: a client that takes everything at once."""
+
+    def __init__(self) -> None:
+        self.started = False
+        self.events = 0
+
+    def start(self, status: int, headers: Sequence[tuple[bytes, bytes]]) -> None:
+        self.started = True
+
+    def write(self, data: bytes) -> None:
+        self.events += data.count(b"data: ")
+
+    def end(self) -> None:
+        return
+
+    def fail(self, reason: str) -> None:
+        raise RuntimeError(reason)
+
+    async def drain(self) -> None:
+        return
+
+
+async def run_engine() -> None:
+    tokenizer = load_tokenizer(locate("smollm2"))
+    script = EngineScript(tokenizer_zip=tokenizer.artifact_zip())
+    async with serving(Talker(tokenizer.encode(TEXT), script)) as target:
+        print(target, flush=True)
+        await asyncio.Event().wait()
+
+
+async def alone(target: str, streams: int, tokens: int) -> int:
+    async with grpc.aio.insecure_channel(target) as channel:
+        stub = SglangSchedulerStub(channel)
+
+        async def one(number: int) -> int:
+            sampling = pb.SamplingParams(max_new_tokens=tokens)
+            asked = pb.GenerateRequest(request_id=str(number), sampling_params=sampling, stream=True)
+            return len([1 async for _ in stub.Generate(asked)])
+
+        return sum(await asyncio.gather(*map(one, range(streams))))
+
+
+async def worker(target: str, streams: int, tokens: int) -> int:
+    ann = GrpcWorker(WorkerId(f"grpc://{target}"))
+    body = {"model": "herd", "messages": [{"role": "user", "content": "hi"}], "stream": True, "max_tokens": tokens}
+
+    async def one(number: int) -> int:
+        sink, data = Sink(), json.dumps(body).encode()
+        call = Call("POST", "/v1/chat/completions", [], data, RequestId(str(number)), model="herd", stream=True)
+        await ann.forward(call, sink)
+        return sink.events - 3  # the opening, the finish, the end
+
+    try:
+        await ann.detect()
+        return sum(await asyncio.gather(*map(one, range(streams)))) + streams
+    finally:
+        await ann.close()
+
+
+CONTENDERS = {"alone": alone, "worker": worker}
+
+
+def cpu_s() -> float:
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    return used.ru_utime + used.ru_stime
+
+
+async def read(contender: str, target: str, streams: int, tokens: int) -> None:
+    """Once to warm up, then once for the figure."""
+    await CONTENDERS[contender](target, streams, 8)
+    before_s = cpu_s()
+    messages = await CONTENDERS[contender](target, streams, tokens)
+    print(json.dumps({"us": (cpu_s() - before_s) / messages * 1e6, "messages": messages}))
+
+
+@contextmanager
+def engine() -> Iterator[str]:
+    command = [sys.executable, __file__, "--role", "engine"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        try:
+            yield process.stdout.readline().strip()
+        finally:
+            process.kill()
+
+
+def figure(contender: str, target: str, arguments: argparse.Namespace) -> dict[str, Any]:
+    words = ["--role", contender, "--target", target, "--streams", arguments.streams, "--tokens", arguments.tokens]
+    command = [sys.executable, __file__, *map(str, words)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=STEP_LIMIT_S, check=True)
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--streams", type=int, default=64)
+    parser.add_argument("--tokens", type=int, default=200)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--role", default="bench", help=argparse.SUPPRESS)
+    parser.add_argument("--target", default="", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
+    if arguments.role == "engine":
+        return uvloop.run(run_engine())
+    if arguments.role in CONTENDERS:
+        return uvloop.run(read(arguments.role, arguments.target, arguments.streams, arguments.tokens))
+    taken: dict[str, list[float]] = {name: [] for name in CONTENDERS}
+    with engine() as target:
+        for _ in range(arguments.rounds):
+            for name, times in taken.items():
+                found = figure(name, target, arguments)
+                assert found["messages"] == arguments.streams * (arguments.tokens + 1), found
+                times.append(found["us"])
+    result = {name: {"us_a_message": statistics.median(times)} for name, times in taken.items()}
+    for name, found in result.items():
+        ratio = statistics.median(own / bare for own, bare in zip(taken[name], taken["alone"], strict=True))
+        found["to_alone"] = ratio
+        print(f"{name:8} {found['us_a_message']:7.1f} µs of CPU a message  {ratio:5.2f}x")
+    OUT.parent.mkdir(parents=True, exist_ok=True)
+    OUT.write_text(json.dumps(result, indent=2))
+    return None
+
+
+if __name__ == "__main__":
+    main()
