@@ -2,8 +2,8 @@
 
     python bench/grpc_tokens.py [--streams 64] [--tokens 200] [--rounds 5]
 
-A fake engine of SGLang's protocol says one token a message on 64 streams at once, in a process of its own. Two
-contenders read it, each in a process of its own and in turns:
+A fake engine of SGLang's protocol says one token a message on 64 streams, all of them every 25 ms as the steps of an
+engine do, in a process of its own. Two contenders read it, each in a process of its own and in turns:
 
 alone    the generated stub of grpc.aio, which counts messages
 worker   the gateway's adapter: detokenized with the real model's tokenizer, made into OpenAI's event stream, written
@@ -39,6 +39,7 @@ from kvherd.testing.sglang_engine import Context, EngineScript, ScriptedSglang, 
 
 OUT = Path(__file__).resolve().parent / "out" / "grpc_tokens.json"
 TEXT = "The capital of France is Paris, a city of light; its river is the Seine, and its history is long. " * 40
+STEP_S = 0.025
 STEP_LIMIT_S = 120.0
 
 
@@ -50,10 +51,11 @@ class Talker(ScriptedSglang):
         self._token_ids = token_ids
 
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> AsyncIterator[pb.GenerateResponse]:  # noqa: N802
-        wanted = request.sampling_params.max_new_tokens
+        wanted, loop = request.sampling_params.max_new_tokens, asyncio.get_running_loop()
         for made, token_id in enumerate(self._token_ids[:wanted], start=1):
             chunk = pb.GenerateStreamChunk(token_ids=[token_id], prompt_tokens=8, completion_tokens=made)
             yield pb.GenerateResponse(request_id=request.request_id, chunk=chunk)
+            await asyncio.sleep(STEP_S - loop.time() % STEP_S)
         last = pb.GenerateComplete(finish_reason="length", prompt_tokens=8, completion_tokens=wanted)
         yield pb.GenerateResponse(request_id=request.request_id, complete=last)
 

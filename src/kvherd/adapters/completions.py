@@ -12,7 +12,7 @@ from kvherd.core.engine.generation import GenerationRequest, Limits
 from kvherd.core.errors import FieldInvalid, PromptTooLong
 from kvherd.core.ids import RequestId
 from kvherd.core.text.calls import CallOptions, ChatCall, CompletionCall
-from kvherd.core.text.choice import Choice
+from kvherd.core.text.choice import Choice, TextDelta
 from kvherd.ports.completions import Generate, Tokenizer, Usage
 from kvherd.wire.openai.answers import (
     DONE,
@@ -52,6 +52,29 @@ class Plan:
             completion_tokens=sum(choice.completion_tokens for choice in choices),
             host_tokens=sum(choice.host_tokens for choice in least),
         )
+
+
+class StreamedAnswer:
+    """The event stream of one call in the making: news of its choices in, frames out, `end` last."""
+
+    def __init__(self, plan: Plan, answers: Answers, echoes: Sequence[str], *, include_usage: bool) -> None:
+        self.plan = plan
+        self.opened = False
+        self._answers = answers
+        self._echoes = echoes
+        self._include_usage = include_usage
+
+    def frames(self, index: int, delta: TextDelta) -> bytes:
+        """What to send now, perhaps nothing."""
+        frames = self._answers.frames(index, delta)
+        if self.opened:
+            return frames
+        self.opened = True
+        return b"".join(self._answers.opening(place, echo) for place, echo in enumerate(self._echoes)) + frames
+
+    def end(self) -> bytes:
+        usage = self._answers.usage_frame(_fields_of(self.plan.usage())) if self._include_usage else b""
+        return usage + DONE
 
 
 class OpenAiCompletions:
@@ -118,29 +141,32 @@ class OpenAiCompletions:
         on_usage: Callable[[Usage], None] | None = None,
     ) -> AsyncGenerator[bytes, None]:
         """As the port has it. Errors of `generate` before its first delta are raised, not streamed."""
-        plan = self.plan(call, request=request, prompts=prompts)
-        answers = self._answers(call, request)
-        opened = False
+        answer = self.streamed(call, request=request, prompts=prompts)
         try:
-            async with aclosing(pieces(plan.runs, generate)) as news:
+            async with aclosing(pieces(answer.plan.runs, generate)) as news:
                 async for index, delta in news:
-                    frames = answers.frames(index, delta)
-                    if not opened:
-                        openings = (answers.opening(place, echo) for place, echo in enumerate(self._echoes(call, plan)))
-                        frames = b"".join(openings) + frames
-                        opened = True
+                    frames = answer.frames(index, delta)
                     if frames:
                         yield frames
         except Exception as error:
             # the answer's status is sent already: the client can only be told here, and must be told anything
-            if not opened:
+            if not answer.opened:
                 raise
             _log.warning("the answer to %s broke off: %r", request, error)
             yield error_frame(error)
             return
         if on_usage is not None:
-            on_usage(plan.usage())
-        yield (answers.usage_frame(_fields_of(plan.usage())) if call.options.include_usage else b"") + DONE
+            on_usage(answer.plan.usage())
+        yield answer.end()
+
+    def streamed(
+        self, call: ChatCall | CompletionCall, *, request: RequestId, prompts: list[list[int]] | None = None
+    ) -> "StreamedAnswer":
+        """For whoever runs the generations himself. Raises `CallerError`."""
+        plan = self.plan(call, request=request, prompts=prompts)
+        return StreamedAnswer(
+            plan, self._answers(call, request), self._echoes(call, plan), include_usage=call.options.include_usage
+        )
 
     def plan(
         self, call: ChatCall | CompletionCall, *, request: RequestId, prompts: list[list[int]] | None = None

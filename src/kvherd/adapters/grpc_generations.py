@@ -8,22 +8,33 @@ import grpc.aio
 import msgspec
 from smg_grpc_proto.generated import sglang_scheduler_pb2_grpc
 
-from kvherd.adapters.completions import OpenAiCompletions
-from kvherd.adapters.grpc_channel import as_worker_error, rpc_errors
+from kvherd.adapters.completions import OpenAiCompletions, StreamedAnswer
+from kvherd.adapters.grpc_channel import rpc_errors
+from kvherd.adapters.grpc_receivers import Pulled, Pushed, read_delta
+from kvherd.adapters.grpc_wire import GrpcWires, Receiver, WireStream
 from kvherd.adapters.native_completions import NativeCompletions
 from kvherd.adapters.tokenizer import ModelTokenizer
 from kvherd.core.engine.generation import GenerationRequest, TokenDelta
-from kvherd.core.errors import FieldInvalid, FrameInvalid, KvherdError, WorkerFailed, WorkerUnsupported
+from kvherd.core.errors import (
+    FieldInvalid,
+    FrameInvalid,
+    KvherdError,
+    WorkerFailed,
+    WorkerUnreachable,
+    WorkerUnsupported,
+)
 from kvherd.core.ids import Rank, WorkerId
 from kvherd.core.text.calls import ChatCall, CompletionCall
 from kvherd.ports.worker import Call, Responder
 from kvherd.wire.openai.requests import decode_chat, decode_completion
 from kvherd.wire.openai.tokens import TokenizeText, decode_detokenize, decode_tokenize
 from kvherd.wire.sglang_native import decode_generate
+from kvherd.wire.status import worker_error
 from kvherd.wire.worker_pb import ResponseReader, encode_request
 
 Answer = Callable[[Call, Responder], Awaitable[None]]
 
+_GENERATE = "/sglang.grpc.scheduler.SglangScheduler/Generate"
 _JSON = [(b"content-type", b"application/json")]
 _EVENT_STREAM = [(b"content-type", b"text/event-stream"), (b"cache-control", b"no-cache")]
 
@@ -41,9 +52,17 @@ class ModelTraits:
 
 class GrpcGenerations:
     def __init__(
-        self, worker: WorkerId, channel: grpc.aio.Channel, tokenizer: ModelTokenizer, traits: ModelTraits
+        self,
+        worker: WorkerId,
+        channel: grpc.aio.Channel,
+        tokenizer: ModelTokenizer,
+        traits: ModelTraits,
+        *,
+        wires: GrpcWires | None = None,
     ) -> None:
+        """With `wires` generations take these, which costs a fraction; the channel is for those that have none."""
         self._worker = worker
+        self._wires = wires
         self._stub = sglang_scheduler_pb2_grpc.SglangSchedulerStub(channel)
         self._tokenizer = tokenizer
         self._traits = traits
@@ -69,11 +88,12 @@ class GrpcGenerations:
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[TokenDelta, None]:
         """Implements `ports.completions.Generate`. Closing it cancels the call, which aborts it on the engine."""
-        if request.cache_salt and not self._traits.takes_custom_params:
-            # dropped silently, it would share what the caller wants kept apart
-            raise WorkerUnsupported(self._worker, "cache_salt")
-        eos = () if request.limits.ignore_eos else self._traits.eos_token_ids
-        reader = ResponseReader({*request.limits.stop_token_ids, *eos})
+        reader = self._reader(request)
+        if self._wires is not None:
+            async with aclosing(self._pull(self._wires, request, reader)) as deltas:
+                async for delta in deltas:
+                    yield delta
+            return
         with rpc_errors(self._worker, "Generate"):
             call = self._stub.Generate(encode_request(request))
             try:
@@ -85,16 +105,82 @@ class GrpcGenerations:
             except FrameInvalid as error:
                 raise WorkerFailed(self._worker, str(error)) from error
             except grpc.aio.AioRpcError as error:
-                raise _generation_error(self._worker, error) from error
+                raise self._failure(error.code().name, error.details() or "") from error
             finally:
                 call.cancel()
-        raise WorkerFailed(self._worker, "its stream ended without a finish")
+        raise self._failure("OK", "")
 
     def _generate_at(self, rank: Rank | None) -> Callable[[GenerationRequest], AsyncGenerator[TokenDelta, None]]:
-        """At this rank, unless the call itself names one."""
-        if rank is None:
-            return self.generate
-        return lambda request: self.generate(request if request.rank is not None else replace(request, rank=rank))
+        return lambda request: self.generate(_at_rank(request, rank))
+
+    def _reader(self, request: GenerationRequest) -> ResponseReader:
+        """Of its responses. Raises `WorkerUnsupported` for what this worker would drop."""
+        if request.cache_salt and not self._traits.takes_custom_params:
+            # dropped silently, it would share what the caller wants kept apart
+            raise WorkerUnsupported(self._worker, "cache_salt")
+        eos = () if request.limits.ignore_eos else self._traits.eos_token_ids
+        return ResponseReader({*request.limits.stop_token_ids, *eos})
+
+    async def _open(self, wires: GrpcWires, request: GenerationRequest, receiver: Receiver) -> WireStream:
+        try:
+            return await wires.call(_GENERATE, encode_request(request).SerializeToString(), receiver)
+        except OSError as error:
+            raise WorkerUnreachable(self._worker, str(error)) from error
+
+    async def _pull(
+        self, wires: GrpcWires, request: GenerationRequest, reader: ResponseReader
+    ) -> AsyncGenerator[TokenDelta, None]:
+        pulled = Pulled()
+        stream = pulled.stream = await self._open(wires, request, pulled)
+        complete = False
+        try:
+            while (data := await pulled.next()) is not None:
+                delta = read_delta(reader, data)
+                complete = delta.finish is not None
+                yield delta
+                if complete:
+                    return
+        except FrameInvalid as error:
+            raise WorkerFailed(self._worker, str(error)) from error
+        finally:
+            stream.leave() if complete else stream.cancel()
+        raise self._failure(*(pulled.status or ("OK", "")))
+
+    async def _push(self, wires: GrpcWires, answer: StreamedAnswer, call: Call, responder: Responder) -> None:
+        """As `answer`, for one generation that streams."""
+        request = _at_rank(answer.plan.runs[0].request, call.rank)
+        head = [*_EVENT_STREAM, *_extra(call)]
+        pushed = Pushed(self._reader(request), answer, responder, head=head, on_first_token=call.on_first_token)
+        stream = pushed.stream = await self._open(wires, request, pushed)
+        try:
+            await pushed.run()
+        finally:
+            stream.leave() if pushed.complete else stream.cancel()
+        if pushed.finished:
+            if call.on_usage is not None:
+                call.on_usage(answer.plan.usage())
+            responder.write(answer.end())
+            return responder.end()
+        failure = self._failure(*(pushed.status or ("OK", "")))
+        if not responder.started:
+            raise failure
+        return self._break_off(failure, responder)
+
+    def _failure(self, status: str, words: str) -> KvherdError:
+        """Why a generation ended before it was complete."""
+        match status:
+            case "OK":
+                return WorkerFailed(self._worker, "its stream ended without a finish")
+            case "INVALID_ARGUMENT":
+                return FieldInvalid("request", words or "the worker says that it is not valid")
+            case _:
+                return worker_error(self._worker, status, words, what="Generate", after_s=None)
+
+    def _break_off(self, failure: KvherdError, responder: Responder) -> None:
+        """Tell the client of an answer that began, and raise it for the worker's health."""
+        broken = WorkerFailed(self._worker, getattr(failure, "reason", str(failure)))
+        responder.fail(str(broken))
+        raise broken from failure
 
     # --- one method a path ------------------------------------------------------------------------------------
 
@@ -113,6 +199,10 @@ class GrpcGenerations:
         prompts = [list(call.prompt_token_ids)] if brought and call.prompt_token_ids else None
         watch = _Watch(self._generate_at(call.rank), call.on_first_token)
         completions, request, on_usage = self._completions, call.request, call.on_usage
+        if openai.options.stream and self._wires is not None:
+            answer = completions.streamed(openai, request=request, prompts=prompts)
+            if len(answer.plan.runs) == 1:
+                return await self._push(self._wires, answer, call, responder)
         if openai.options.stream:
             frames = completions.stream(
                 openai, request=request, generate=watch.generate, prompts=prompts, on_usage=on_usage
@@ -165,9 +255,7 @@ class GrpcGenerations:
                 await responder.drain()
         if watch.failure is None:
             return responder.end()
-        broken = WorkerFailed(self._worker, getattr(watch.failure, "reason", str(watch.failure)))
-        responder.fail(str(broken))
-        raise broken from watch.failure
+        return self._break_off(watch.failure, responder)
 
 
 class _Watch:
@@ -205,7 +293,6 @@ def _extra(call: Call) -> list[tuple[bytes, bytes]]:
     return [(name.encode(), value.encode()) for name, value in call.extra_headers.items()]
 
 
-def _generation_error(worker: WorkerId, error: grpc.aio.AioRpcError) -> KvherdError:
-    if error.code() is grpc.StatusCode.INVALID_ARGUMENT:
-        return FieldInvalid("request", error.details() or "the worker says that it is not valid")
-    return as_worker_error(worker, error, "Generate")
+def _at_rank(request: GenerationRequest, rank: Rank | None) -> GenerationRequest:
+    """At this rank, unless the call itself names one."""
+    return request if rank is None or request.rank is not None else replace(request, rank=rank)

@@ -8,11 +8,12 @@ import grpc
 import msgspec
 from smg_grpc_proto.generated import common_pb2
 
-from kvherd.adapters.grpc_channel import connect, open_channel, rpc_errors
+from kvherd.adapters.grpc_channel import connect, grpc_target, open_channel, rpc_errors
 from kvherd.adapters.grpc_dialects import SGLANG, find_dialect
 from kvherd.adapters.grpc_generations import GrpcGenerations, ModelTraits
 from kvherd.adapters.grpc_sidecar import GrpcSidecar, beside
 from kvherd.adapters.grpc_tokenizer import tokenizer_over
+from kvherd.adapters.grpc_wire import GrpcWires
 from kvherd.adapters.http_url import http_address
 from kvherd.adapters.tls import ClientTls
 from kvherd.core.errors import FieldInvalid, WorkerFailed, WorkerRefused, WorkerUnreachable, WorkerUnsupported
@@ -53,6 +54,7 @@ class GrpcWorker:
         self._tls = tls
         self._channel = open_channel(target or worker, tls, api_key=api_key)
         self._target = target or worker
+        self._wires = _wires(self._target)
         self._sidecar = GrpcSidecar(worker, beside(self._target), tls)
         self._former_sidecars: list[GrpcSidecar] = []
         self._dialect = SGLANG
@@ -68,7 +70,7 @@ class GrpcWorker:
         facts, traits = await self._facts()
         if traits is not None:
             tokenizer = await tokenizer_over(self._channel, self._id)
-            self._generations = GrpcGenerations(self._id, self._channel, tokenizer, traits)
+            self._generations = GrpcGenerations(self._id, self._channel, tokenizer, traits, wires=self._wires)
         return facts
 
     async def identify(self) -> WorkerFacts:
@@ -179,6 +181,8 @@ class GrpcWorker:
     async def close(self) -> None:
         for sidecar in (*self._former_sidecars, self._sidecar):
             await sidecar.close()
+        if self._wires is not None:
+            self._wires.close()
         await self._channel.close()
 
     # --- what it is -----------------------------------------------------------------------------------------
@@ -241,6 +245,13 @@ class GrpcWorker:
             max_context_tokens=model.max_context_length,
             events_url=self._id,
         )
+
+
+def _wires(target: str) -> GrpcWires | None:
+    """Connections for generations; none over TLS, where grpc's own channel serves."""
+    address, secured = grpc_target(target)
+    host, _, port = address.rpartition(":")
+    return None if secured or not port.isdigit() else GrpcWires(host.strip("[]"), int(port))
 
 
 def _start_profile(fields: Mapping[str, object], why: str) -> common_pb2.StartProfileRequest:

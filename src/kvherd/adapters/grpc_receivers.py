@@ -1,0 +1,136 @@
+"""What becomes of a generation's messages as they come: taken one by one, or made into an answer at once."""
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+from typing import Final
+
+from google.protobuf.message import DecodeError
+from smg_grpc_proto.generated import sglang_scheduler_pb2 as pb
+
+from kvherd.adapters.completions import StreamedAnswer
+from kvherd.adapters.grpc_wire import WireStream
+from kvherd.core.engine.generation import TokenDelta
+from kvherd.core.errors import FrameInvalid
+from kvherd.ports.worker import Responder
+from kvherd.wire.http2 import PROTOCOL
+from kvherd.wire.worker_pb import ResponseReader
+
+_MOST_WAITING: Final = 256
+_SETTLE_BYTES: Final = 16 * 1024
+"""So much of an answer is written before its client has to have taken it."""
+
+_parse = pb.GenerateResponse.FromString
+
+
+def read_delta(reader: ResponseReader, data: bytes) -> TokenDelta:
+    """Raises `FrameInvalid`."""
+    try:
+        response = _parse(data)
+    except DecodeError as error:
+        raise FrameInvalid(PROTOCOL, f"a response that is none: {error}") from None
+    return reader.read(response)
+
+
+class Pulled:
+    """Implements `grpc_wire.Receiver` for a reader that takes messages when it likes. Set `stream` at once."""
+
+    def __init__(self) -> None:
+        self.stream: WireStream | None = None
+        self.status: tuple[str, str] | None = None
+        self._waiting: deque[bytes] = deque()
+        self._woken = asyncio.Event()
+
+    def message(self, data: bytes) -> None:
+        self._waiting.append(data)
+        if len(self._waiting) >= _MOST_WAITING and self.stream is not None:
+            self.stream.hold()
+        self._woken.set()
+
+    def ended(self, status: str, words: str) -> None:
+        self.status = status, words
+        self._woken.set()
+
+    async def next(self) -> bytes | None:
+        """The next message; None when the stream ended, and `status` says how."""
+        while not self._waiting:
+            if self.status is not None:
+                return None
+            self._woken.clear()
+            await self._woken.wait()
+        data = self._waiting.popleft()
+        if self.stream is not None and self.stream.held and not self._waiting:
+            self.stream.release()
+        return data
+
+
+class Pushed:
+    """Implements `grpc_wire.Receiver`: each message is written to the client in the call that brings it.
+
+    Set `stream` at once, then `await run()`.
+    """
+
+    def __init__(
+        self,
+        reader: ResponseReader,
+        answer: StreamedAnswer,
+        responder: Responder,
+        *,
+        head: list[tuple[bytes, bytes]],
+        on_first_token: Callable[[], None] | None,
+    ) -> None:
+        self.stream: WireStream | None = None
+        self.status: tuple[str, str] | None = None
+        self.finished = False
+        self.complete = False
+        """The engine said that it is done; else a stop string ended the answer here."""
+        self._reader = reader
+        self._answer = answer
+        self._choice = answer.plan.runs[0].choice
+        self._responder = responder
+        self._head = head
+        self._on_first_token = on_first_token
+        self._unsettled_bytes = 0
+        self._woken = asyncio.Event()
+
+    def message(self, data: bytes) -> None:
+        if self.finished:
+            return  # a stop string ended it here, and the engine said more before it heard of that
+        delta = read_delta(self._reader, data)
+        if self._on_first_token is not None and delta.token_ids:
+            self._on_first_token()
+            self._on_first_token = None
+        text = self._choice.feed(delta)
+        frames = self._answer.frames(0, text)
+        if frames:
+            self._write(frames)
+        if text.finish is not None:
+            self.finished, self.complete = True, delta.finish is not None
+            self._woken.set()
+
+    def ended(self, status: str, words: str) -> None:
+        self.status = status, words
+        self._woken.set()
+
+    async def run(self) -> None:
+        """Return when the answer is complete (`finished`) or the stream ended before (`status`).
+
+        Meanwhile the engine is held back whenever the client does not keep up.
+        """
+        while not self.finished and self.status is None:
+            await self._woken.wait()
+            self._woken.clear()
+            if self._unsettled_bytes >= _SETTLE_BYTES:
+                await self._responder.drain()
+                self._unsettled_bytes = 0
+                if self.stream is not None:
+                    self.stream.release()
+
+    def _write(self, frames: bytes) -> None:
+        if not self._responder.started:
+            self._responder.start(200, self._head)
+        self._responder.write(frames)
+        self._unsettled_bytes += len(frames)
+        if self._unsettled_bytes >= _SETTLE_BYTES and self.stream is not None:
+            self.stream.hold()
+            self._woken.set()
