@@ -20,7 +20,7 @@ import resource
 import statistics
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -91,7 +91,17 @@ async def run_engine() -> None:
         await asyncio.Event().wait()
 
 
-async def alone(target: str, streams: int, tokens: int) -> int:
+Counted = tuple[int, float]
+"""Messages, and seconds of CPU that they took."""
+
+
+async def timed(streams: int, one: Callable[[int], Awaitable[int]]) -> Counted:
+    before_s = cpu_s()
+    messages = sum(await asyncio.gather(*map(one, range(streams))))
+    return messages, cpu_s() - before_s
+
+
+async def alone(target: str, streams: int, tokens: int) -> Counted:
     async with grpc.aio.insecure_channel(target) as channel:
         stub = SglangSchedulerStub(channel)
 
@@ -100,10 +110,11 @@ async def alone(target: str, streams: int, tokens: int) -> int:
             asked = pb.GenerateRequest(request_id=str(number), sampling_params=sampling, stream=True)
             return len([1 async for _ in stub.Generate(asked)])
 
-        return sum(await asyncio.gather(*map(one, range(streams))))
+        await one(-1)
+        return await timed(streams, one)
 
 
-async def worker(target: str, streams: int, tokens: int) -> int:
+async def worker(target: str, streams: int, tokens: int) -> Counted:
     ann = GrpcWorker(WorkerId(f"grpc://{target}"))
     body = {"model": "herd", "messages": [{"role": "user", "content": "hi"}], "stream": True, "max_tokens": tokens}
 
@@ -111,11 +122,11 @@ async def worker(target: str, streams: int, tokens: int) -> int:
         sink, data = Sink(), json.dumps(body).encode()
         call = Call("POST", "/v1/chat/completions", [], data, RequestId(str(number)), model="herd", stream=True)
         await ann.forward(call, sink)
-        return sink.events - 3  # the opening, the finish, the end
+        return sink.events - 2  # the opening, the end; the finish is a message too
 
     try:
-        await ann.detect()
-        return sum(await asyncio.gather(*map(one, range(streams)))) + streams
+        await one(-1)  # the tokenizer is fetched by then
+        return await timed(streams, one)
     finally:
         await ann.close()
 
@@ -129,11 +140,8 @@ def cpu_s() -> float:
 
 
 async def read(contender: str, target: str, streams: int, tokens: int) -> None:
-    """Once to warm up, then once for the figure."""
-    await CONTENDERS[contender](target, streams, 8)
-    before_s = cpu_s()
-    messages = await CONTENDERS[contender](target, streams, tokens)
-    print(json.dumps({"us": (cpu_s() - before_s) / messages * 1e6, "messages": messages}))
+    messages, taken_s = await CONTENDERS[contender](target, streams, tokens)
+    print(json.dumps({"us": taken_s / messages * 1e6, "messages": messages}))
 
 
 @contextmanager

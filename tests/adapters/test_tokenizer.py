@@ -74,6 +74,15 @@ def test_any_text_survives(smollm2: ModelTokenizer, text: str) -> None:
 
 
 @needs_weights
+@given(token_ids=st.lists(st.integers(0, 49_151), max_size=40), skip=st.booleans())
+def test_a_text_is_what_its_tokens_spell(smollm2: ModelTokenizer, token_ids: list[int], skip: bool) -> None:
+    spelt = smollm2.spelt(skip_special_tokens=skip)
+    assert spelt is not None
+    text = b"".join(map(spelt, token_ids)).decode("utf-8", "replace")
+    assert text == smollm2.decode(token_ids, skip_special_tokens=skip)
+
+
+@needs_weights
 def test_digits_stand_alone(smollm2: ModelTokenizer) -> None:
     assert [smollm2.token_text(token) for token in smollm2.encode("2026")] == ["2", "0", "2", "6"]
 

@@ -217,7 +217,8 @@ class OpenAiCompletions:
             rank=options.rank,
         )
         decode = self._decoder(skip_special_tokens=options.skip_special_tokens)
-        return Run(generation, Choice(decode, limits, prompt))
+        spelt = self._tokenizer.spelt(skip_special_tokens=options.skip_special_tokens)
+        return Run(generation, Choice(decode, limits, prompt, token_bytes=spelt))
 
     def _decoder(self, *, skip_special_tokens: bool) -> Callable[[list[int]], str]:
         return lambda token_ids: self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)

@@ -10,6 +10,7 @@ a stream back stops that stream's engine after `WINDOW_BYTES`, and no other stre
 
 import asyncio
 import logging
+import os
 import socket
 import ssl
 from collections.abc import Iterable
@@ -399,4 +400,6 @@ class GrpcWires:
                 )
         except TimeoutError:
             raise OSError(f"no connection within {CONNECT_S:g} s") from None
+        except OSError as error:
+            raise OSError(os.strerror(error.errno).lower() if error.errno else str(error)) from error
         return wire

@@ -3,6 +3,7 @@
 import io
 import re
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 
 from kvherd.adapters.chat_template import ChatTemplate
@@ -40,6 +41,7 @@ class ModelTokenizer:
         self.special_tokens = {token.content: index for index, token in added.items() if token.special}
         self._special_ids = frozenset(self.special_tokens.values())
         self._added = {index: token.content for index, token in added.items()}
+        self._spellings = {True: self._spelling(self._special_ids), False: self._spelling(frozenset())}
         spells_all = self._tokenizer.normalizer is None or self._dropped_spaces is not None  # drops no character
         self._longest_token_bytes = self._longest() if spells_all and self.model_max_tokens else 0
 
@@ -80,6 +82,22 @@ class ModelTokenizer:
         text = shown.decode("utf-8", "replace")
         leading = len(text) - len(text.lstrip(" "))
         return text[min(leading, dropped_spaces) :]
+
+    def spelt(self, *, skip_special_tokens: bool = True) -> Callable[[int], bytes] | None:
+        return self._spellings[skip_special_tokens]
+
+    def _spelling(self, skipped: frozenset[int]) -> Callable[[int], bytes] | None:
+        if type(self._tokenizer.decoder).__name__ != "ByteLevel":
+            return None
+        known: dict[int, bytes] = {}
+
+        def spelt(token_id: int) -> bytes:
+            found = known.get(token_id)
+            if found is None:
+                found = known[token_id] = b"" if token_id in skipped else self.token_bytes(token_id)
+            return found
+
+        return spelt
 
     def token_text(self, token_id: int) -> str:
         return self.token_bytes(token_id).decode("utf-8", "backslashreplace")

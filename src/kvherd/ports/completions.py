@@ -53,6 +53,10 @@ class Tokenizer(Protocol):
         """The exact bytes a token stands for; a special token's are its text's."""
         ...
 
+    def spelt(self, *, skip_special_tokens: bool = True) -> Callable[[int], bytes] | None:
+        """What each token adds to a decoded text, if a text is nothing but its tokens' bytes; else None."""
+        ...
+
     def render_chat(self, call: ChatCall) -> str:
         """The prompt the model's chat template makes of these messages.
 

@@ -32,6 +32,9 @@ class ByteTokenizer:
     def token_text(self, token_id: int) -> str:
         return self.token_bytes(token_id).decode(errors="backslashreplace")
 
+    def spelt(self, *, skip_special_tokens: bool = True) -> Callable[[int], bytes] | None:
+        return None
+
     def token_bytes(self, token_id: int) -> bytes:
         return _SPELLINGS.get(token_id) or bytes([token_id])
 

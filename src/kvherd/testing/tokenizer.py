@@ -1,6 +1,7 @@
 """A tokenizer that a test can follow: a byte is a token, and the special tokens come after."""
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from kvherd.core.text.calls import ChatCall
@@ -30,6 +31,9 @@ class ByteTokenizer:
     def decode(self, token_ids: list[int], *, skip_special_tokens: bool = True) -> str:
         kept = [token for token in token_ids if token < 256 or not skip_special_tokens]
         return b"".join(map(self.token_bytes, kept)).decode()
+
+    def spelt(self, *, skip_special_tokens: bool = True) -> Callable[[int], bytes] | None:
+        return lambda token: b"" if skip_special_tokens and token >= 256 else self.token_bytes(token)
 
     def token_text(self, token_id: int) -> str:
         return self.token_bytes(token_id).decode(errors="replace")

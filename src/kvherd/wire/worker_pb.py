@@ -79,7 +79,10 @@ class ResponseReader:
     def _chunk(self, chunk: pb.GenerateStreamChunk) -> TokenDelta:
         self._chunks += 1
         self._completion_tokens = chunk.completion_tokens
-        return self._delta(chunk, tuple(chunk.token_ids), None)
+        token_ids = tuple(chunk.token_ids)
+        if chunk.HasField("output_logprobs") or (token_ids and token_ids[-1] in self._ending):
+            return self._delta(chunk, token_ids, None)
+        return TokenDelta(token_ids, chunk.prompt_tokens, self._completion_tokens, chunk.cached_tokens)  # the usual one
 
     def _complete(self, complete: pb.GenerateComplete) -> TokenDelta:
         token_ids = tuple(complete.output_ids)

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 
-from kvherd.core.text.detokenizer import IncrementalDetokenizer
+from kvherd.core.text.detokenizer import ByteDetokenizer, IncrementalDetokenizer
 
 BOS, EOS = 256, 257
 # beyond single bytes: tokens that begin, end, or do both inside characters, as byte-level vocabularies have them
@@ -38,6 +38,18 @@ def pieces_of(token_ids: list[int], decode: Callable[[list[int]], str] = decode,
 @given(st.one_of(any_tokens, bad_bytes, text_tokens), st.integers(1, 7))
 def test_the_pieces_make_the_text_of_all_tokens_however_they_are_cut(token_ids: list[int], chunk: int) -> None:
     assert "".join(pieces_of(token_ids, chunk=chunk)) == decode(token_ids)
+
+
+@given(st.one_of(any_tokens, bad_bytes, text_tokens), st.integers(1, 7))
+def test_bytes_alone_make_the_text_of_all_tokens_too_and_say_what_they_hold_back(
+    token_ids: list[int], chunk: int
+) -> None:
+    plain = ByteDetokenizer(VOCABULARY.__getitem__)
+    pieces = []
+    for begin in range(0, len(token_ids), chunk):
+        pieces.append(plain.feed(token_ids[begin : begin + chunk]))
+        assert "".join(pieces) + plain.held == decode(token_ids[: begin + chunk])
+    assert "".join([*pieces, plain.finish()]) == decode(token_ids)
 
 
 @given(st.text())

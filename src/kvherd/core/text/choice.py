@@ -1,11 +1,11 @@
 """The life of one choice of an answer: tokens in, text to show out, until it ends."""
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from kvherd.core.engine.generation import Finish, FinishReason, Limits, TokenDelta, TokenLogprob
-from kvherd.core.text.detokenizer import Decode, IncrementalDetokenizer
+from kvherd.core.text.detokenizer import ByteDetokenizer, Decode, IncrementalDetokenizer
 from kvherd.core.text.stops import StopMatcher
 
 
@@ -43,13 +43,23 @@ class Choice:
     continues them, so a space that would be dropped at a text's beginning stays.
     """
 
-    def __init__(self, decode: Decode, limits: Limits, context: Sequence[int] = ()) -> None:
+    def __init__(
+        self,
+        decode: Decode,
+        limits: Limits,
+        context: Sequence[int] = (),
+        *,
+        token_bytes: Callable[[int], bytes] | None = None,
+    ) -> None:
+        """`token_bytes`, where a text is nothing but its tokens' bytes, stands in for `decode` and its context."""
         self.prompt_tokens = 0
         self.cached_tokens = 0
         self.host_tokens = 0
         self.completion_tokens = 0
         self.finish: Finish | None = None
-        self._detokenizer = IncrementalDetokenizer(decode, context)
+        self._detokenizer: IncrementalDetokenizer | ByteDetokenizer
+        self._detokenizer = ByteDetokenizer(token_bytes) if token_bytes else IncrementalDetokenizer(decode, context)
+        self._plain = not limits.stop
         self._stops = StopMatcher(limits.stop)
         self._unmatched_tokens = limits.min_new_tokens
         self._fed_tokens = 0
@@ -61,6 +71,8 @@ class Choice:
     def feed(self, delta: TokenDelta) -> TextDelta:
         self.prompt_tokens, self.cached_tokens = delta.prompt_tokens, delta.cached_tokens
         self.host_tokens = delta.host_tokens
+        if self._plain and not (delta.logprobs or self._incomplete or self._placed):
+            return self._feed_plainly(delta)
         pieces: list[str] = []
         for index, token_id in enumerate(delta.token_ids):
             pieces.append(self._feed_token(token_id, delta.logprobs[index] if delta.logprobs else None))
@@ -73,6 +85,18 @@ class Choice:
         text = "".join(pieces)
         self._shown_length += len(text)
         return TextDelta(text, self._complete_tokens(), self.finish, delta.token_ids[:taken])
+
+    def _feed_plainly(self, delta: TokenDelta) -> TextDelta:
+        """Tokens of which nothing is looked for and nothing told but their text."""
+        text = self._detokenizer.feed(delta.token_ids)
+        if delta.finish is not None:
+            text += self._detokenizer.finish()
+            self.finish = delta.finish
+        self._fed_tokens += len(delta.token_ids)
+        self._text_length += len(text)
+        self._shown_length += len(text)
+        self.completion_tokens = delta.completion_tokens
+        return TextDelta(text, (), delta.finish, delta.token_ids)
 
     def _feed_token(self, token_id: int, logprob: TokenLogprob | None) -> str:
         held = self._detokenizer.held

@@ -8,6 +8,7 @@ The window is cut where it ends in whole characters. In a long run of bytes that
 cut to its latest tokens anyway: UTF-8 finds its way again within three bytes, and the window keeps far more.
 """
 
+import codecs
 from collections.abc import Callable, Sequence
 
 Decode = Callable[[list[int]], str]
@@ -43,7 +44,7 @@ class IncrementalDetokenizer:
         """What the end of the tokens fed would be as text, were nothing to follow: U+FFFD, or "" if it is complete."""
         return self._text[self._shown :]
 
-    def feed(self, token_ids: list[int]) -> str:
+    def feed(self, token_ids: Sequence[int]) -> str:
         """Take further tokens; return the text that is now certain."""
         if not token_ids:
             return ""
@@ -85,6 +86,30 @@ class IncrementalDetokenizer:
             return  # most of these tokens show nothing, so the bytes that matter may be further back
         self._window, self._context, self._text = latest, 0, text
         self._shown = len(text) - to_show
+
+
+class ByteDetokenizer:
+    """The same where a text is nothing but its tokens' bytes, one behind the other, at a tenth of the cost.
+
+    `token_bytes` gives a token's; none for one that is not shown.
+    """
+
+    def __init__(self, token_bytes: Callable[[int], bytes]) -> None:
+        self._token_bytes = token_bytes
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    @property
+    def held(self) -> str:
+        waiting = self._decoder.getstate()[0]
+        return waiting.decode("utf-8", "replace") if waiting else ""
+
+    def feed(self, token_ids: Sequence[int]) -> str:
+        """Take further tokens; return the text that is now certain."""
+        return self._decoder.decode(b"".join(map(self._token_bytes, token_ids)))
+
+    def finish(self) -> str:
+        """Return what was held back, as U+FFFD. Ends this detokenizer's use."""
+        return self._decoder.decode(b"", final=True)
 
 
 def _held_back(text: str) -> int:
