@@ -11,7 +11,8 @@ from smg_grpc_proto.generated import sglang_scheduler_pb2_grpc
 from kvherd.adapters.completions import OpenAiCompletions, StreamedAnswer
 from kvherd.adapters.grpc_channel import rpc_errors
 from kvherd.adapters.grpc_receivers import Pulled, Pushed, read_delta
-from kvherd.adapters.grpc_wire import GrpcWires, Receiver, WireStream
+from kvherd.adapters.grpc_wire import Receiver, WireStream
+from kvherd.adapters.grpc_wires import GrpcWires
 from kvherd.adapters.native_completions import NativeCompletions
 from kvherd.adapters.tokenizer import ModelTokenizer
 from kvherd.core.engine.generation import GenerationRequest, TokenDelta

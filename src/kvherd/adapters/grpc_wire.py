@@ -10,9 +10,7 @@ a stream back stops that stream's engine after `WINDOW_BYTES`, and no other stre
 
 import asyncio
 import logging
-import os
 import socket
-import ssl
 from collections.abc import Iterable
 from typing import Final, Protocol, cast
 
@@ -25,7 +23,6 @@ log = logging.getLogger(__name__)
 
 WINDOW_BYTES: Final = 256 * 1024
 MOST_MESSAGE_BYTES: Final = 64 << 20
-CONNECT_S: Final = 5.0
 _CONNECTION_WINDOW_BYTES: Final = 64 << 20
 _MOST_HEADER_BYTES: Final = 64 * 1024
 _KEEP_ALIVE: Final = {"TCP_KEEPIDLE": 15, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
@@ -344,62 +341,3 @@ def keep_alive(connection: socket.socket) -> None:
         option = getattr(socket, name, None)  # some systems have other names for them, or none
         if option is not None:
             connection.setsockopt(socket.IPPROTO_TCP, option, value)
-
-
-class GrpcWires:
-    """The connections to one engine: one, unless it bounds the calls of each. Raises nothing that is not documented."""
-
-    def __init__(self, host: str, port: int, *, tls: ssl.SSLContext | None = None, most: int = 64) -> None:
-        self._host = host
-        self._port = port
-        self._tls = tls
-        self._most = most
-        self._wires: list[GrpcWire] = []
-        self._connecting = asyncio.Lock()
-        self._closed = False
-
-    async def call(
-        self, path: str, data: bytes, receiver: Receiver, metadata: Iterable[tuple[str, str]] = ()
-    ) -> WireStream:
-        """Raises `OSError` if nobody can be reached, with the reason."""
-        wire = self._usable() or await self._connected()
-        return wire.call(path, data, receiver, metadata)
-
-    def close(self) -> None:
-        """End every call as UNAVAILABLE."""
-        self._closed = True
-        for wire in self._wires:
-            wire.close()
-        self._wires.clear()
-
-    def _usable(self) -> GrpcWire | None:
-        return next((wire for wire in self._wires if wire.usable), None)
-
-    async def _connected(self) -> GrpcWire:
-        async with self._connecting:
-            wire = self._usable()
-            if wire is not None:
-                return wire
-            self._wires = [one for one in self._wires if not one.over]
-            if self._closed:
-                raise OSError("the connection was closed here")
-            if len(self._wires) >= self._most:
-                raise OSError(f"it bounds the calls of a connection, and {self._most} connections are full")
-            wire = await self._connect()
-            self._wires.append(wire)
-            return wire
-
-    async def _connect(self) -> GrpcWire:
-        authority = f"[{self._host}]:{self._port}" if ":" in self._host else f"{self._host}:{self._port}"
-        scheme = "http" if self._tls is None else "https"
-        loop = asyncio.get_running_loop()
-        try:
-            async with asyncio.timeout(CONNECT_S):
-                _, wire = await loop.create_connection(
-                    lambda: GrpcWire(authority, scheme=scheme), self._host, self._port, ssl=self._tls
-                )
-        except TimeoutError:
-            raise OSError(f"no connection within {CONNECT_S:g} s") from None
-        except OSError as error:
-            raise OSError(os.strerror(error.errno).lower() if error.errno else str(error)) from error
-        return wire

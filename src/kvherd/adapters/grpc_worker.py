@@ -13,7 +13,7 @@ from kvherd.adapters.grpc_dialects import SGLANG, find_dialect
 from kvherd.adapters.grpc_generations import GrpcGenerations, ModelTraits
 from kvherd.adapters.grpc_sidecar import GrpcSidecar, beside
 from kvherd.adapters.grpc_tokenizer import tokenizer_over
-from kvherd.adapters.grpc_wire import GrpcWires
+from kvherd.adapters.grpc_wires import GrpcWires
 from kvherd.adapters.http_url import http_address
 from kvherd.adapters.tls import ClientTls
 from kvherd.core.errors import FieldInvalid, WorkerFailed, WorkerRefused, WorkerUnreachable, WorkerUnsupported
