@@ -112,7 +112,7 @@ def test_a_token_that_is_not_in_the_vocabulary_is_an_invalid_argument(engine: En
 
 def test_a_prompt_that_is_too_long_is_an_invalid_argument(engine: EngineClient) -> None:
     most = engine.call("GetModelInfo", pb.GetModelInfoRequest()).answer.max_context_length
-    with refused("INVALID_ARGUMENT", str(most)):
+    with refused("INVALID_ARGUMENT", str(most + 1)):
         list(engine.generate([1] * (most + 1), within_s=engine.patience_s))
 
 

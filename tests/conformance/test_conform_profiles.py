@@ -126,6 +126,8 @@ def test_a_trace_has_a_span_a_step_parts_within_it_and_counters(traced: EngineCl
         for part in parts(trace):
             assert any(step["ts"] <= part["ts"] and _end(part) <= _end(step) for step in spans)
         assert all(_end(before) <= after["ts"] for before, after in pairwise(spans))
+        assert ({step["cat"] for step in spans}, {part["cat"] for part in parts(trace)}) == ({"step"}, {"model"})
+        assert {span["tid"] for span in spans + parts(trace)}.isdisjoint({0, *range(traced.address.ranks)})
         counters = {event["name"] for event in events(trace) if event["ph"] == "C"}
         assert {"requests", "cache blocks"} <= counters
 

@@ -24,8 +24,8 @@ from kvherd.wire import chrome_trace
 
 log = logging.getLogger(__name__)
 
-STEPS_TRACK = 1
-FIRST_MODEL_TRACK = 2
+STEPS_TRACK = 101
+FIRST_MODEL_TRACK = 102
 LARGEST_ALLOCATIONS = 10
 MOST_WAITING_ORDERS = 64
 CLOSES_WITHIN_S = 5.0
@@ -211,7 +211,13 @@ class Profiler:
         if on.request.record_shapes:
             args["rows"] = [[len(row.token_ids), row.position] for row in rows]
         yield chrome_trace.span(
-            self._rank, STEPS_TRACK, f"step {step.phase}", begin_ns=step.began_ns, end_ns=ended_ns, args=args
+            self._rank,
+            STEPS_TRACK,
+            f"step {step.phase}",
+            category="step",
+            begin_ns=step.began_ns,
+            end_ns=ended_ns,
+            args=args,
         )
         if Activity.CPU in on.request.activities:
             yield from self._part_events(on, step.phase, step.watch.parts)
@@ -237,7 +243,13 @@ class Profiler:
             if part.stack:
                 args["stack"] = part.stack
             yield chrome_trace.span(
-                self._rank, track[1], part.name, begin_ns=part.begin_ns, end_ns=part.end_ns, args=args
+                self._rank,
+                track[1],
+                part.name,
+                category="model",
+                begin_ns=part.begin_ns,
+                end_ns=part.end_ns,
+                args=args,
             )
 
     def _counters(self, load: RankLoad, at_ns: int) -> list[bytes]:
@@ -279,6 +291,7 @@ class Profiler:
                 files[stage].append(
                     [
                         chrome_trace.process_name(self._rank, f"kvherd engine, rank {self._rank}"),
+                        chrome_trace.process_place(self._rank),
                         chrome_trace.track_name(self._rank, STEPS_TRACK, "steps"),
                     ]
                 )

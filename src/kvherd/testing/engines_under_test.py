@@ -106,7 +106,7 @@ def stock_sglang(stack: ExitStack) -> EngineUnderTest:
         started.await_ready()
         return started.process
 
-    address = Address("127.0.0.1", port, port + 1, long_tokens=800, patience_s=40.0)
+    address = Address("127.0.0.1", port, port + 1, long_tokens=800, patience_s=15.0)
     return EngineUnderTest(address, begin(), begin, ("sglang::scheduler",))
 
 
