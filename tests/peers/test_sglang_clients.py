@@ -1,4 +1,4 @@
-"""SGLang's own clients, unmodified, against the embedded engine: they flush it, profile it and load it.
+"""SGLang's own clients, unmodified, against the embedded engine and a gateway before it: they flush, profile and load.
 
 `make test-sglang` installs them and runs these tests.
 """
@@ -13,8 +13,8 @@ from typing import Any
 import httpx
 import pytest
 
-from kvherd.testing.herds import EngineProcess, begin_engine
-from kvherd.testing.processes import KvherdProcess, OwnedProcess
+from kvherd.testing.herds import EngineProcess, begin_engine, begin_gateway
+from kvherd.testing.processes import KvherdProcess, OwnedProcess, wait_until
 from kvherd.testing.stock_engines import STUBS, model_directory
 
 pytestmark = [pytest.mark.peers, pytest.mark.timeout(600)]
@@ -26,6 +26,17 @@ def engine() -> Iterator[EngineProcess]:
     with ExitStack() as stack:
         options = ("--model", "smollm2", "--served-model-name", str(model_directory()))
         yield begin_engine(lambda *words: stack.enter_context(KvherdProcess(*words)), *options)
+
+
+@pytest.fixture(scope="module", params=["engine", "gateway over http", "gateway over grpc"])
+def door(request: pytest.FixtureRequest, engine: EngineProcess) -> Iterator[str]:
+    """Where a client goes."""
+    if request.param == "engine":
+        yield engine.url
+        return
+    worker = engine.http_worker if "http" in request.param else engine.grpc_url
+    with ExitStack() as stack:
+        yield begin_gateway(lambda *words: stack.enter_context(KvherdProcess(*words)), worker, up=1).url
 
 
 def run(module: str, *words: str) -> str:
@@ -44,10 +55,10 @@ def steps(directory: Path) -> list[dict[str, Any]]:
 LOAD = ("--dataset-name", "random-ids", "--random-input-len", "40", "--random-output-len", "8")
 
 
-def test_bench_serving_flushes_loads_and_profiles(engine: EngineProcess, tmp_path: Path) -> None:
+def test_bench_serving_flushes_loads_and_profiles(door: str, tmp_path: Path) -> None:
     said = run(
         "sglang.bench_serving",
-        *("--backend", "sglang-oai", "--base-url", engine.url, "--model", str(model_directory())),
+        *("--backend", "sglang-oai", "--base-url", door, "--model", str(model_directory())),
         *("--tokenizer", str(model_directory()), *LOAD, "--random-range-ratio", "1.0", "--num-prompts", "3"),
         *("--flush-cache", "--profile", "--profile-output-dir", str(tmp_path), "--output-file", str(tmp_path / "out")),
     )
@@ -57,10 +68,10 @@ def test_bench_serving_flushes_loads_and_profiles(engine: EngineProcess, tmp_pat
     assert {each["args"]["phase"] for each in steps(tmp_path)} >= {"prefill", "decode"}
 
 
-def test_bench_one_batch_server_flushes_loads_and_profiles(engine: EngineProcess, tmp_path: Path) -> None:
+def test_bench_one_batch_server_flushes_loads_and_profiles(door: str, tmp_path: Path) -> None:
     said = run(
         "sglang.bench_one_batch_server",
-        *("--model-path", "None", "--base-url", engine.url, "--dataset-name", "random-ids"),
+        *("--model-path", "None", "--base-url", door, "--dataset-name", "random-ids"),
         *("--batch-size", "2", "--input-len", "32", "--output-len", "8", "--skip-warmup"),
         *("--profile", "--profile-output-dir", str(tmp_path), "--result-filename", str(tmp_path / "result.jsonl")),
     )
@@ -68,12 +79,12 @@ def test_bench_one_batch_server_flushes_loads_and_profiles(engine: EngineProcess
     assert len(steps(tmp_path)) == 5
 
 
-@pytest.mark.parametrize("door", ["sidecar", "http"])
-def test_sglang_s_profiler_profiles(engine: EngineProcess, tmp_path: Path, door: str) -> None:
-    url = engine.sidecar_url if door == "sidecar" else engine.url
+@pytest.mark.parametrize("where", ["sidecar", "http"])
+def test_sglang_s_profiler_profiles(engine: EngineProcess, tmp_path: Path, where: str) -> None:
+    url = engine.sidecar_url if where == "sidecar" else engine.url
     run("sglang.profiler", "--url", url, "--num-steps", "1", "--output-dir", str(tmp_path))
     [begun] = tmp_path.glob("*/*.part")
     body = {"text": "hello", "sampling_params": {"max_new_tokens": 2}}
     httpx.post(f"{engine.url}/generate", json=body, timeout=60).raise_for_status()
-    assert not begun.exists()
+    wait_until(lambda: not begun.exists(), within_s=20, what="the profile has ended by itself")
     assert len(steps(tmp_path)) == 1
