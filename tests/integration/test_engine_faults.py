@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from kvherd.testing.herds import EngineProcess, Start, begin_engine, get
-from kvherd.testing.processes import free_ports, wait_until
+from kvherd.testing.processes import ENGINE_OFFSETS, free_ports, wait_until
 
 pytestmark = pytest.mark.engine
 
@@ -121,3 +121,12 @@ def test_a_client_that_leaves_ends_its_request_within_a_step(start: Start) -> No
         next(arriving)
         assert running(engine) == 1
     wait_until(lambda: running(engine) == 0, within_s=2, what="the engine runs nothing")
+
+
+def test_the_sidecar_is_where_its_option_says_or_nowhere(start: Start) -> None:
+    port = free_ports((*ENGINE_OFFSETS, 3))
+    engine = begin_engine(start, "--grpc-http-sidecar-port", str(port + 3), port=port)
+    assert get(f"http://127.0.0.1:{port + 3}/health")[0] == 200
+    assert get(f"{engine.sidecar_url}/health")[0] == 0
+    without = begin_engine(start, "--grpc-http-sidecar-port", "0")
+    assert get(f"{without.sidecar_url}/health")[0] == 0

@@ -168,7 +168,7 @@ def test_a_profile_begins_and_ends_through_smg(pair: SmgOverEngine, tmp_path: Pa
     body = {"output_dir": str(tmp_path), "activities": ["CPU"]}
     assert pair.order("/start_profile", **body)["status"] == "success"
     assert "is on; stop it first" in pair.order("/start_profile", **body)["failed"][0]["error"]
-    pair.chat(uuid.uuid4().hex)
+    pair.chat(uuid.uuid4().hex, ignore_eos=True)
     assert pair.order("/stop_profile")["status"] == "success"
     [trace] = tmp_path.iterdir()
     assert len(steps(trace)) == 4
@@ -185,6 +185,7 @@ def test_over_http_it_flushes_profiles_and_reads_metrics_at_the_operators_routes
     assert over_http.order("/start_profile", output_dir=str(tmp_path), num_steps=3)["status"] == "success"
     assert "HTTP 409" in over_http.order("/start_profile")["failed"][0]["error"]
     assert over_http.cached(text)[1] == 0
+    over_http.chat(text, ignore_eos=True)
     wait_until(lambda: [path.suffix for path in tmp_path.iterdir()] == [".json"], within_s=10, what="the profile ended")
     assert len(steps(next(tmp_path.iterdir()))) == 3
     assert "HTTP 409" in over_http.order("/stop_profile")["failed"][0]["error"]

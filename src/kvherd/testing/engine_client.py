@@ -224,7 +224,7 @@ def refused(code: str, *words: str) -> Iterator[None]:
 def fresh_prompt(tokens: int = 97) -> list[int]:
     """A prompt that nobody sent before."""
     seed = uuid.uuid4().bytes
-    pieces = (hashlib.sha256(seed + bytes([index])).digest() for index in range(tokens // 32 + 1))
+    pieces = (hashlib.sha256(seed + index.to_bytes(4)).digest() for index in range(tokens // 32 + 1))
     return list(b"".join(pieces))[:tokens]
 
 
