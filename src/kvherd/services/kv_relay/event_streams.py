@@ -1,6 +1,7 @@
 """The KV event streams that subscribers hold over gRPC, and their end."""
 
 import asyncio
+import logging
 from collections import Counter
 
 from kvherd.core.kv.events import KvEventBatch, SnapshotChunk
@@ -8,6 +9,8 @@ from kvherd.core.kv.stream import KvStreamError, ResumeOutOfRange, StreamRefused
 from kvherd.ports.kv_stream import KvStream
 from kvherd.services.kv_relay.grpc_edge import Context, OpenCalls
 from kvherd.wire.kv_pb import EPOCH_KEY, decode_subscribe, encode_item
+
+log = logging.getLogger(__name__)
 
 STALL_S = 30.0
 
@@ -49,8 +52,9 @@ class EventStreams:
             try:
                 async for item in subscription:
                     await self._send(item, context)
-            except SubscriberTooSlow:
+            except SubscriberTooSlow as error:
                 self.counts["cut_off"] += 1
+                log.warning("the subscriber at %s is %s", context.peer(), error)
                 raise
 
     async def _send(self, item: KvEventBatch | SnapshotChunk, context: Context) -> None:
