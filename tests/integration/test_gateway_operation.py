@@ -66,6 +66,7 @@ def test_a_worker_of_the_file_is_drained_while_it_streams_and_nothing_is_cut_off
         assert [line for line in told if line][-1] == "data: [DONE]"
         gone = client.post("/v1/completions", json={"model": "gpt", "prompt": "x"}, headers=OURS)
         assert gone.status_code == 503
+    wait_until(lambda: lines.read_text().count("\n") == 2, within_s=PATIENCE_S, what="both requests have a line")
     first, second = map(json.loads, lines.read_text().splitlines())
     assert (first["key"], first["outcome"], first["worker"]) == ("web", "answered", engine.grpc_url)
     assert (second["key"], second["outcome"], second["status"]) == ("web", "NoWorker", 503)

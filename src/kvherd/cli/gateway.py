@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import os
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -10,6 +11,7 @@ from typing import Annotated
 import typer
 import uvloop
 
+from kvherd.adapters.access_file import AccessFile
 from kvherd.adapters.grpc_channel import grpc_target
 from kvherd.adapters.grpc_kv_feed import GrpcKvFeed
 from kvherd.adapters.grpc_tokenizer import fetch_tokenizer
@@ -41,7 +43,7 @@ from kvherd.cli.gateway_tls import (
     worker_tls,
 )
 from kvherd.cli.lifetime import until_stopped
-from kvherd.cli.logs import LogLevel, start_access_log, start_logging
+from kvherd.cli.logs import LogLevel, start_logging
 from kvherd.cli.ports import require_free
 from kvherd.cli.worker_words import worker_spec
 from kvherd.core.fleet.spec import GRPC
@@ -151,8 +153,6 @@ def command(
     answer whoever brings it.
     """
     start_logging(log_level)
-    if access_log is not None:
-        start_access_log(access_log)
     gateway_config = GatewayConfig(
         host=host,
         port=port,
@@ -176,7 +176,13 @@ def command(
     require_free(host, [grpc_port], option="--grpc-port")
     prepare_process()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        serving = run_gateway(gateway_config, engine_api_key=engine_key(engine_api_key), tls=tls, to_workers=to_workers)
+        serving = run_gateway(
+            gateway_config,
+            engine_api_key=engine_key(engine_api_key),
+            tls=tls,
+            to_workers=to_workers,
+            access=AccessFile(access_log) if access_log else None,
+        )
         runner.run(until_stopped(serving, supervised=supervised))
 
 
@@ -212,6 +218,7 @@ async def run_gateway(
     engine_api_key: str | None = None,
     tls: FileServerTls | None = None,
     to_workers: ClientTls | None = None,
+    access: AccessFile | None = None,
 ) -> None:
     """Serve until cancelled."""
     gateway = Gateway(
@@ -221,8 +228,9 @@ async def run_gateway(
         tokenizer_factory=partial(tokenizer_from, tls=to_workers),
         tls=tls,
         worker_tls=to_workers,
+        write_access=access.write if access else None,
     )
-    async with gateway:
+    async with access or nullcontext(), gateway:
         scheme = "https" if tls else "http"
         log.info("serving at %s://%s:%d, orders over gRPC on %d", scheme, config.host, config.port, config.grpc_port)
         await asyncio.Event().wait()

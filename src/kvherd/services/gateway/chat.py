@@ -84,6 +84,7 @@ class DataPath:
         audit: Audit,
         incomplete: Incomplete = lambda _: False,
         config: PathConfig | None = None,
+        access: AccessLog | None = None,
         dice: Callable[[], float] = random.random,
     ) -> None:
         self._fleet = fleet
@@ -96,7 +97,7 @@ class DataPath:
         self._reports = FullReports(self._config.heal, incomplete, metrics)
         self._samples = UsageSamples(self._config.usage_sample, metrics, dice=dice)
         self._encodings = EncodingCache()
-        self._access = AccessLog(metrics)
+        self._access = access or AccessLog(metrics)
         self._budget = RetryBudget()
         self._alive: set[RequestId] = set()
         self._loop: asyncio.AbstractEventLoop | None = None

@@ -17,7 +17,7 @@ from kvherd.core.kv.hashing import PrefixHasher
 from kvherd.core.kv.index import PrefixIndex
 from kvherd.core.routing.policy import Weights, make_policy
 from kvherd.ports.tls import Renewed, ServerTls
-from kvherd.services.gateway.access import AccessLog
+from kvherd.services.gateway.access import AccessLog, Write
 from kvherd.services.gateway.admin import build_app
 from kvherd.services.gateway.admission import Admission, AdmissionBounds, AdmittedPath
 from kvherd.services.gateway.audit import Audit
@@ -80,6 +80,7 @@ class Gateway:
         resolve: Resolve = resolve_host,
         tls: ServerTls | None = None,
         worker_tls: Renewed | None = None,
+        write_access: Write | None = None,
     ) -> None:
         self._config = config
         self._policy = make_policy(config.policy, config.weights)
@@ -90,6 +91,7 @@ class Gateway:
         self._resolve = resolve
         self._tls = tls
         self._worker_tls = worker_tls
+        self._write_access = write_access
 
     @property
     def port(self) -> int:
@@ -153,6 +155,7 @@ class Gateway:
         if self._tls is not None:
             metrics.watch_certificate(self._tls)
         audit = Audit(followers, metrics)
+        access = AccessLog(metrics, self._write_access)
         path = DataPath(
             fleet=fleet,
             policy=self._policy,
@@ -161,6 +164,7 @@ class Gateway:
             audit=audit,
             incomplete=followers.incomplete,
             config=config.path,
+            access=access,
         )
         app = build_app(console, policy=config.policy)
         certificates = CertificateWatch(
@@ -177,7 +181,6 @@ class Gateway:
             await stack.enter_async_context(IdleFlushes(fleet, followers.incomplete, flushed, metrics))
         grpc = GatewayGrpc(console, host=config.host, port=config.grpc_port, tls=self._tls)
         self._grpc = await stack.enter_async_context(grpc)
-        access = AccessLog(metrics)
         relay = RelayServer(
             KeyedPath(AdmittedPath(path, admission, access.refused), keyring, access),
             app,

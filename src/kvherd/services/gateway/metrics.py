@@ -89,6 +89,7 @@ class GatewayMetrics:
             buckets=_ITL_BUCKETS_S,
             registry=self._registry,
         )
+        self._spent = lru_cache(_REMEMBERED)(self._tokens.labels)
         self._flushes = self._counter("flushes", "Outcomes of ordered flushes", "outcome")
         self._verdicts = self._counter("predictions", "Predictions of cached tokens, by what answers said", "verdict")
         self._samples = self._counter("usage_samples", "Streams asked for their usage on the gateway's own account")
@@ -107,8 +108,8 @@ class GatewayMetrics:
         self._refused.labels(code).inc()
 
     def used(self, worker: str, model: str, usage: Usage, itl_s: float | None) -> None:
-        self._tokens.labels(worker, model, "prompt").inc(usage.prompt_tokens)
-        self._tokens.labels(worker, model, "completion").inc(usage.completion_tokens)
+        self._spent(worker, model, "prompt").inc(usage.prompt_tokens)
+        self._spent(worker, model, "completion").inc(usage.completion_tokens)
         if itl_s is not None:
             self._itl_s.labels(worker).observe(itl_s)
 
