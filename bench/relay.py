@@ -1,9 +1,9 @@
-"""CPU that relaying one request costs, against nginx as the same kind of proxy in the same run.
+"""CPU that relaying one request costs: the relay alone and the whole gateway, against nginx and SMG in the same run.
 
     .venv/bin/python bench/relay.py [--requests 20000] [--rounds 5]
 
 Two engines that answer at once, one load generator (64 kept connections, a chat body of 1 KB, closed loop) and the
-proxy are separate processes; the proxy has a core of its own where there are two. Both proxies go round robin. CPU is
+proxy are separate processes; the proxy has a core of its own where there are two. All proxies go round robin. CPU is
 what the kernel accounted to the proxy's processes between the first and the last request. Prints a table, writes
 bench/out/relay.json. Without nginx it measures the relay alone and says so.
 """
@@ -12,23 +12,19 @@ import argparse
 import asyncio
 import itertools
 import json
-import os
 import shutil
-import signal
-import socket
 import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from typing import cast
 
 import uvloop
+from _proxies import SMG, gateway, nginx, pin, process, smg
 
+PEERS = {"nginx", "SMG"}
 CONNECTIONS = 64
 EVENTS = 32
 STEP_LIMIT_S = 120.0
@@ -46,6 +42,12 @@ JSON_ANSWER = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-len
     len(JSON_BODY),
     JSON_BODY,
 )
+MODEL_LIST = b'{"object":"list","data":[{"id":"m","object":"model","owned_by":"bench"}]}'
+MODELS = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n%b" % (
+    len(MODEL_LIST),
+    MODEL_LIST,
+)
+HEALTHY = b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n"
 EVENT = (
     b"data: " + json.dumps({"id": "chatcmpl-1", "choices": [{"delta": {"content": " word" * 25}}]}).encode() + b"\n\n"
 )
@@ -75,11 +77,14 @@ class Engine(asyncio.Protocol):
         self._transport = cast("asyncio.Transport", transport)
 
     def data_received(self, data: bytes) -> None:
+        if data.startswith(b"GET"):
+            self._transport.write(MODELS if b" /v1/models" in data else HEALTHY)
+            return
         if self._left == 0:
             head, _, body = data.partition(b"\r\n\r\n")
             length = head.lower().index(b"content-length:") + 15
             self._left = int(head[length:].split(b"\r\n", 1)[0]) - len(body)
-            self._stream = b'"stream": true' in body
+            self._stream = b'"stream": true' in body or b'"stream":true' in body
         else:
             self._left -= len(data)
         if self._left > 0:
@@ -204,33 +209,6 @@ async def run_load(port: int, *, stream: bool, requests: int) -> None:
 # --- the run -----------------------------------------------------------------------------------------------------
 
 
-def pin(core: int) -> None:
-    """The proxy has core 0, all else the others; no choice where there is one core."""
-    cores = sorted(os.sched_getaffinity(0))
-    if len(cores) > 1:
-        os.sched_setaffinity(0, {cores[0]} if core == 0 else set(cores[1:]))
-
-
-@contextmanager
-def process(arguments: list[str], *, core: int, stdout: int = subprocess.DEVNULL) -> Iterator[subprocess.Popen[str]]:
-    """Run it within the block; its errors go to this process's own unless its output is not wanted either."""
-    errors = subprocess.DEVNULL if stdout == subprocess.DEVNULL else None
-    # A preexec_fn is unsafe among threads only, and this program has one.
-    place = partial(pin, core)
-    child = subprocess.Popen(arguments, text=True, stdout=stdout, stderr=errors, preexec_fn=place)  # noqa: PLW1509
-    try:
-        yield child
-    finally:
-        child.send_signal(signal.SIGINT if "nginx" not in arguments[0] else signal.SIGTERM)
-        try:
-            child.wait(5)
-        except subprocess.TimeoutExpired:
-            child.kill()
-            child.wait()
-        if child.stdout is not None:
-            child.stdout.close()
-
-
 def role(*arguments: str) -> list[str]:
     return [sys.executable, str(HERE), *arguments]
 
@@ -238,42 +216,6 @@ def role(*arguments: str) -> list[str]:
 def port_of(child: subprocess.Popen[str]) -> int:
     assert child.stdout is not None
     return int(child.stdout.readline())
-
-
-@contextmanager
-def nginx(ports: list[int]) -> Iterator[tuple[int, int]]:
-    """(pid, port) of an nginx with one worker process."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = int(probe.getsockname()[1])
-    engines = " ".join(f"server 127.0.0.1:{engine};" for engine in ports)
-    with tempfile.TemporaryDirectory() as folder:
-        conf = Path(folder, "nginx.conf")
-        conf.write_text(
-            f"worker_processes 1; daemon off; pid {folder}/pid; error_log {folder}/error.log;\n"
-            f"events {{ worker_connections 1024; }}\nhttp {{ access_log off; keepalive_requests 1000000000;\n"
-            f"client_body_temp_path {folder}/b; proxy_temp_path {folder}/p; fastcgi_temp_path {folder}/f;\n"
-            f"uwsgi_temp_path {folder}/u; scgi_temp_path {folder}/s; client_body_buffer_size 64k;\n"
-            f"upstream engines {{ {engines} keepalive 128; keepalive_requests 1000000000; }}\n"
-            f"server {{ listen 127.0.0.1:{port}; location / {{ proxy_pass http://engines; proxy_http_version 1.1;\n"
-            f'proxy_set_header Connection ""; proxy_buffering off; }} }} }}\n'
-        )
-        with process(["nginx", "-p", folder, "-c", str(conf)], core=0) as child:
-            wait_for_port(port)
-            yield child.pid, port
-
-
-def wait_for_port(port: int) -> None:
-    end_s = time.monotonic() + 10
-    while True:
-        try:
-            socket.create_connection(("127.0.0.1", port), timeout=1).close()
-        except OSError:
-            if time.monotonic() > end_s:
-                raise
-            time.sleep(0.02)
-        else:
-            return
 
 
 def cpu_s(pid: int) -> float:
@@ -330,11 +272,15 @@ def run(requests: int, rounds: int) -> list[Figure]:
         urls = [f"http://127.0.0.1:{port}" for port in ports]
         relay = stack.enter_context(process(role("--role", "relay", *urls), core=0, stdout=pipe))
         proxies = [("kvherd relay", relay.pid, port_of(relay))]
-        if shutil.which("nginx"):
-            pid, port = stack.enter_context(nginx(ports))
-            proxies.append(("nginx", pid, port))
-        else:
-            print("nginx is not installed (Debian: apt-get install nginx-light): measuring the relay alone")
+        for name, begin, there in (
+            ("kvherd gateway", gateway, True),
+            ("nginx", nginx, shutil.which("nginx")),
+            ("SMG", smg, SMG),
+        ):
+            if there:
+                proxies.append((name, *stack.enter_context(begin(ports))))
+            else:
+                print(f"{name} is not installed (Debian: apt-get install nginx-light; KVHERD_SMG names smg): left out")
         figures = []
         for stream in (False, True):
             count = requests // 10 if stream else requests
@@ -355,16 +301,18 @@ def report(figures: list[Figure]) -> None:
             f"{figure.proxy:14}{figure.answer:17}{figure.cpu_us_per_request:15.1f}{event:>9}"
             f"{figure.requests_per_s:12.0f}{figure.p50_ms:9.2f}{figure.p99_ms:9.2f}"
         )
-    ratios = {}
+    ratios: dict[str, dict[str, float]] = {}
     for answer in dict.fromkeys(figure.answer for figure in figures):
         cpu = {figure.proxy: figure.cpu_us_per_request for figure in figures if figure.answer == answer}
-        if "nginx" in cpu:
-            ratios[answer] = cpu["kvherd relay"] / cpu["nginx"]
-            print(f"{answer}: {ratios[answer]:.2f}x the CPU of nginx")
+        for peer in PEERS & cpu.keys():
+            for ours in [name for name in cpu if name not in PEERS]:
+                ratio = cpu[ours] / cpu[peer]
+                ratios.setdefault(answer, {})[f"{ours} / {peer}"] = ratio
+                print(f"{answer}: {ours} has {ratio:.2f}x the CPU of {peer}")
     out = HERE.parent / "out"
     out.mkdir(exist_ok=True)
     (out / "relay.json").write_text(
-        json.dumps({"figures": [asdict(figure) for figure in figures], "cpu_ratio_to_nginx": ratios}, indent=2)
+        json.dumps({"figures": [asdict(figure) for figure in figures], "cpu_ratios": ratios}, indent=2)
     )
 
 

@@ -722,3 +722,12 @@ async def test_what_is_added_to_one_answer_is_not_in_the_next() -> None:
             responder = FakeResponder()
             await worker.forward(call(extra_headers={"x-" + name: "1"}), responder)
             assert [header for header in responder.headers if header.startswith("x-")] == ["x-" + name]
+
+
+async def test_an_answer_too_large_to_keep_fails_though_it_came_in_one_piece(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvherd.adapters.http_exchange._ANSWER_BYTES", 100)
+    async with RawServer(saying(json_answer(b"x" * 200))) as server, worker_at(server.url) as worker:
+        with pytest.raises(WorkerFailed, match="larger than 100 bytes"):
+            await worker.metrics()
+        with pytest.raises(WorkerFailed, match="larger than 100 bytes"):
+            await worker.metrics()

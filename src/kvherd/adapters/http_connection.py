@@ -77,6 +77,7 @@ class UpstreamConnection(asyncio.Protocol):
         "_outcome",
         "_parser",
         "_paused",
+        "_pieces",
         "_sink",
         "_told",
         "_unsettled",
@@ -102,6 +103,7 @@ class UpstreamConnection(asyncio.Protocol):
         self._headers: list[tuple[bytes, bytes]] = []
         self._begun = self._used = self._in_body = self._framed = self._interim = self._paused = False
         self._unsettled = self._head_fed = self._misses = 0
+        self._pieces: list[bytes] = []
         self._told: list[tuple[bytes, bytes]] = []
         self._usual: _Usual | None = None
         self.lost = False
@@ -169,12 +171,7 @@ class UpstreamConnection(asyncio.Protocol):
         self._begun = True
         if not self._in_body:
             self._head_fed += len(data)
-        try:
-            self._parser.feed_data(data)
-        except httptools.HttpParserCallbackError as error:
-            self._finish(error.__context__ if isinstance(error.__context__, Exception) else error)
-        except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
-            self._finish(UpstreamBroken(f"its answer is not HTTP/1.1: {error}"))
+        self._parse(data)
         if whole and self._outcome is True:
             self._remember(data)
         if not self._in_body:
@@ -182,6 +179,29 @@ class UpstreamConnection(asyncio.Protocol):
                 self._finish(UpstreamBroken(f"the headers of its answer are larger than {_HEAD_BYTES} bytes"))
         elif self._unsettled > _SETTLE_BYTES:
             self._stop_reading()
+
+    def _parse(self, data: bytes) -> None:
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserCallbackError as error:
+            self._finish(error.__context__ if isinstance(error.__context__, Exception) else error)
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
+            self._finish(UpstreamBroken(f"its answer is not HTTP/1.1: {error}"))
+        if self._pieces:
+            self._pass_on()
+
+    def _pass_on(self) -> None:
+        """Give the sink what came of the body: several chunks that came together leave together."""
+        data = self._pieces[0] if len(self._pieces) == 1 else b"".join(self._pieces)
+        self._pieces.clear()
+        self._unsettled += len(data)
+        try:
+            if self._sink is not None:
+                self._sink.body(data)
+        except Exception as error:  # noqa: BLE001 - whatever a sink raises is for who waits, as when llhttp calls it
+            self.reusable = False
+            self._outcome = error
+            self._wake_up()
 
     def _stop_reading(self) -> None:
         if not self._paused and self._outcome is False:
@@ -276,9 +296,7 @@ class UpstreamConnection(asyncio.Protocol):
             self._sink.head(status, self._headers)
 
     def on_body(self, data: bytes) -> None:
-        self._unsettled += len(data)
-        if self._sink is not None:
-            self._sink.body(data)
+        self._pieces.append(data)
 
     def on_message_complete(self) -> None:
         if self._interim:
