@@ -225,3 +225,31 @@ def test_without_a_host_tier_there_is_no_store() -> None:
     assert not stage.start_ask()
     stage.run_dry()
     assert stage.cached("first") == 0
+
+
+def test_a_block_that_is_written_while_the_store_brings_it_has_one_copy() -> None:
+    stage = engine(ToyStore())
+    stage.submit(request("first", EIGHT, 1))
+    stage.run_dry()
+    stage.start_write()
+    stage.store.blocks.update(filled([*EIGHT, 9, 9, 9, 9]).blocks)
+    stage.submit(request("longer", [*EIGHT, 9, 9, 9, 9, 1], 1))
+    stage.run_dry()
+    assert stage.scheduler.load(0.0).store_fetched_tokens_total == 12
+    stage.finish_write()
+    assert stage.cached("longer") == 12
+    assert len(stage.follower.host) == 3
+    assert stage.scheduler.load(0.0).host_used_tokens == 12
+
+
+def test_the_time_of_a_request_counts_from_when_it_came_and_that_of_the_store_from_when_it_was_asked() -> None:
+    stage = engine(filled(EIGHT))
+    stage.submit(request("waits", ASKS_FOR_EIGHT, 1))
+    stage.pass_time(0.5)
+    stage.start_ask()
+    stage.pass_time(0.5)
+    assert stage.step()
+    assert stage.cached("waits") == 0
+    stage.finish_ask()
+    stage.submit(request("next", [8] * 8, 1))
+    assert stage.start_ask()
