@@ -312,7 +312,9 @@ async def test_programs_of_this_field_find_what_they_ask_for() -> None:
         models = (await client.get("/v1/models")).json()
         assert (models["data"][0]["id"], models["data"][0]["max_model_len"]) == ("m", 2048)
         assert (await client.get("/get_model_info")).json()["model_path"] == "m"
-        assert (await client.get("/server_info")).json() == (await client.get("/get_server_info")).json()
+        server = (await client.get("/server_info")).json()
+        assert server == (await client.get("/get_server_info")).json()
+        assert (server["router_manager"], server["tokenizer_path"]) == (True, "m")
         assert (await client.get("/get_loads")).json()["loads"][0]["url"] == ANN
         metrics = await client.get("/metrics")
         assert f'kvherd_worker_state{{state="up",worker="{ANN}"}} 1.0' in metrics.text

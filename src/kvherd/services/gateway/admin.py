@@ -178,13 +178,15 @@ class _Routes:
 
     async def server(self, _: Request) -> Response:
         roster = self._console.fleet.roster
+        models = list(roster.models())
         return JSONResponse(
             {
                 "server": "kvherd-gateway",
                 "version": __version__,
                 "router_manager": True,  # bench clients of this field ask a router no engine's figures
+                **({"tokenizer_path": models[0]} if len(models) == 1 else {}),  # and load a tokenizer by its name
                 "policy": self._policy,
-                "models": list(roster.models()),
+                "models": models,
                 "aliases": dict(roster.aliases),
                 "config": _config(self._console.config),
                 "workers": [one.worker for one in roster],
