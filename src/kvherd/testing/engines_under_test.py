@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 
+from kvherd.testing import known_breaks
 from kvherd.testing.engine_client import Address
 from kvherd.testing.herds import begin_bridge, begin_engine
 from kvherd.testing.processes import KvherdProcess, OwnedProcess, can_bind, command_line, free_ports, wait_until
@@ -107,7 +108,7 @@ def stock_sglang(stack: ExitStack) -> EngineUnderTest:
         return started.process
 
     address = Address("127.0.0.1", port, port + 1, long_tokens=800, patience_s=15.0)
-    return EngineUnderTest(address, begin(), begin, ("sglang::scheduler",))
+    return EngineUnderTest(address, begin(), begin, ("sglang::scheduler",), known_breaks.SGLANG)
 
 
 def given_engine(stack: ExitStack) -> EngineUnderTest:
