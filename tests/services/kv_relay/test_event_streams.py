@@ -91,8 +91,8 @@ async def test_a_subscriber_that_takes_nothing_is_cut_off_with_its_status_behind
     async with served(streams) as subscribe:
         call = subscribe(common_pb2.SubscribeKvEventsRequest())
         await call.read()
-        await until(lambda: streams.counts["cut_off"] == 1)
-        await until(lambda: len(streams) == 0)
+        await until(lambda: streams.counts["cut_off"] == 1, within_s=40)
+        await until(lambda: len(streams) == 0, within_s=40)
         with pytest.raises(grpc.aio.AioRpcError) as ended:
             await drained(call)
         assert ended.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
@@ -138,7 +138,7 @@ async def test_a_server_that_stops_does_not_wait_for_a_subscriber_that_takes_not
             seen = flood.sent
             await asyncio.sleep(0.2)
         streams.close()
-        await until(lambda: len(streams) == 0)
+        await until(lambda: len(streams) == 0, within_s=40)
 
 
 @pytest.mark.net
