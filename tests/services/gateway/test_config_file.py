@@ -22,8 +22,11 @@ class Applied:
         self.files: list[GatewayFile] = []
         self.keys: list[DataKey] = []
         self.refuses = ""
+        self.breaks = False
 
     def __call__(self, told: GatewayFile, keys: list[DataKey]) -> None:
+        if self.breaks:
+            raise RuntimeError("a defect")
         if self.refuses:
             raise OptionInvalid("url", self.refuses)
         self.files.append(told)
@@ -103,3 +106,18 @@ async def test_a_key_that_cannot_be_is_named_and_not_shown(
             pass
     assert problem in str(refused.value)
     assert not any(secret in str(refused.value) for secret in environment.values())
+
+
+async def test_a_defect_in_taking_a_file_over_costs_that_change_only(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "herd.toml"
+    async with watched(path, "") as (file, applied):
+        applied.breaks = True
+        await asyncio.to_thread(path.write_text, 'models = ["a"]')
+        await until(lambda: "unforeseen" in file.problem, "the defect was seen")
+        applied.breaks = False
+        await asyncio.to_thread(path.write_text, 'models = ["a", "b"]')
+        await until(lambda: file.problem == "", "the next file is taken")
+        assert applied.files[-1].models == ("a", "b")
+    assert any("failed unforeseen" in line for line in caplog.messages)

@@ -46,11 +46,17 @@ class CertificateWatch:
     async def _watch(self) -> None:
         while self._own is not None or self._workers is not None:
             await asyncio.sleep(self._period_s)
-            if self._own is not None:
-                await asyncio.to_thread(self._own.refresh)
-                self._remind(self._own.expires_at_s)
-            if self._workers is not None and await asyncio.to_thread(self._workers.refresh):
-                self._workers_renewed()
+            try:
+                await self._look()
+            except Exception:  # a defect in reading must cost a renewal, and not the gateway
+                log.exception("looking at certificates failed unforeseen")
+
+    async def _look(self) -> None:
+        if self._own is not None:
+            await asyncio.to_thread(self._own.refresh)
+            self._remind(self._own.expires_at_s)
+        if self._workers is not None and await asyncio.to_thread(self._workers.refresh):
+            self._workers_renewed()
 
     def _remind(self, expires_at_s: float) -> None:
         now_s = time.time()

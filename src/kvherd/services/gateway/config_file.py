@@ -68,6 +68,9 @@ class ConfigFile:
             except ConfigInvalid as error:
                 self.problem = str(error)
                 log.warning("the configuration stays as it was: %s", error)
+            except Exception:  # a defect in reading must cost this change, and not the gateway
+                self.problem = "an unforeseen error; the gateway's log has it"
+                log.exception("reading %s failed unforeseen", self.path)
             else:
                 self.problem = ""
                 log.info("read %s again", self.path)

@@ -71,7 +71,13 @@ class Staffing:
         while True:
             await asyncio.sleep(LOOK_S)
             if self._returning:
-                self._settle()
+                self._settle_safely()
+
+    def _settle_safely(self) -> None:
+        try:
+            self._settle()
+        except Exception:  # a defect in one worker's entry must not cost the gateway
+            log.exception("bringing the fleet to what is written down failed unforeseen")
 
     def _settle(self) -> None:
         wanted = self._workers_wanted()
@@ -141,7 +147,7 @@ class Staffing:
             async with asyncio.TaskGroup() as group:
                 for host in hosts:
                     group.create_task(self._ask(host))
-            self._settle()
+            self._settle_safely()
             try:
                 async with asyncio.timeout(self._names_period_s if hosts else None):
                     await self._news.wait()
