@@ -294,11 +294,11 @@ def run(requests: int, rounds: int) -> list[Figure]:
 
 
 def report(figures: list[Figure]) -> None:
-    print(f"{'proxy':14}{'answer':17}{'CPU µs/request':>15}{'/event':>9}{'requests/s':>12}{'p50 ms':>9}{'p99 ms':>9}")
+    print(f"{'proxy':16}{'answer':17}{'CPU µs/request':>15}{'/event':>9}{'requests/s':>12}{'p50 ms':>9}{'p99 ms':>9}")
     for figure in figures:
         event = f"{figure.cpu_us_per_event:.1f}" if figure.cpu_us_per_event is not None else ""
         print(
-            f"{figure.proxy:14}{figure.answer:17}{figure.cpu_us_per_request:15.1f}{event:>9}"
+            f"{figure.proxy:16}{figure.answer:17}{figure.cpu_us_per_request:15.1f}{event:>9}"
             f"{figure.requests_per_s:12.0f}{figure.p50_ms:9.2f}{figure.p99_ms:9.2f}"
         )
     ratios: dict[str, dict[str, float]] = {}
