@@ -48,6 +48,7 @@ def run(module: str, *words: str) -> str:
 
 
 def steps(directory: Path) -> list[dict[str, Any]]:
+    wait_until(lambda: not list(directory.glob("*/*.part")), within_s=20, what="the trace is whole")
     [trace] = directory.glob("*/*.trace.json")
     return [each for each in json.loads(trace.read_bytes()) if each["name"].startswith("step ")]
 
