@@ -23,4 +23,16 @@ SGLANG: Mapping[str, str] = {
     "test_a_stream_goes_on_right_after_the_batch_that_it_names": "no stream can be gone on with",
     "test_a_scheduler_that_dies_is_told_to_everybody_at_once": "temporary files are left behind",
     "test_an_engine_that_stops_lets_short_answers_end_and_ends_the_rest": "all calls are cut off at once",
+    # --- sidecar
+    "test_it_is_one_port_above_grpc": "it has no /health",
+    "test_its_metrics_have_the_names_of_sglang_s_boards": "its page is of another content type",
+    "test_its_server_information_is_json": "it has none",
+    "test_a_method_that_does_not_fit_is_a_405_and_orders_nothing": "a stop of no profile is a 500",
+    "test_an_idle_engine_flushes": "it has no /flush_cache",
+    "test_a_stop_takes_no_field": "any field is a 500",
+    "test_a_second_start_and_a_stop_of_none_are_a_409": "a stop of none is no 409",
+    "test_numbers_that_come_as_text_are_taken_as_numbers": "the server dies",
+    "test_a_body_in_chunks_is_read": "it is not refused for what it says",
+    "test_a_body_of_100_mb_is_a_413": "it is waited for",
+    "test_100_mb_in_chunks_are_a_413_before_they_have_come": "they are waited for",
 }
