@@ -167,3 +167,10 @@ def test_no_fields_raise_anything_else(fields: dict[str, object]) -> None:
         events_of({**STORED, **fields})
     except (FrameInvalid, BatchUntranslatable):
         return
+
+
+def test_a_store_without_its_hashes_is_refused_and_one_of_no_blocks_says_nothing() -> None:
+    store = {"type": "BlockStored", "parent_block_hash": 3, "token_ids": [], "block_size": 4}
+    with pytest.raises(BatchUntranslatable, match="block_hashes"):
+        decode_batch(msgspec.msgpack.encode([1.0, [store], 0]))
+    assert decode_batch(msgspec.msgpack.encode([1.0, [store | {"block_hashes": []}], 0])).events == ()

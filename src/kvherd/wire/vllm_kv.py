@@ -37,9 +37,9 @@ Atom = TypeVar("Atom", Token, Pair)
 
 
 class _Stored(msgspec.Struct, Generic[Atom], frozen=True, tag_field="type", tag="BlockStored"):
-    """Everything may be missing here, so that what is missing can be named. The order is that of the array layout."""
+    """All but the hashes may be missing here, so that what is missing can be named. The order is the array layout's."""
 
-    block_hashes: tuple[WireHash, ...] = ()
+    block_hashes: tuple[WireHash, ...]
     parent_block_hash: WireHash | None = None
     token_ids: tuple[Atom, ...] = ()
     block_size: int = 0
@@ -137,7 +137,7 @@ class KvDecoder:
             return list(_recognized(event, tier, known))
         if counts is None:
             raise BatchUntranslatable(f"cache group {event.group_idx} does not say its kind; vLLM 0.24 and later do")
-        return (_stored(event, tier),) if counts else ()
+        return (_stored(event, tier),) if counts and (event.block_hashes or event.token_ids) else ()
 
 
 def decode_batch(payload: bytes) -> PublishedBatch:
