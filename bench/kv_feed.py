@@ -44,6 +44,7 @@ from smg_grpc_proto.generated import common_pb2 as pb
 
 from kvherd.adapters.grpc_kv_feed import METHODS, GrpcKvFeed
 from kvherd.adapters.zmq_kv_feed import ZmqFrameFeed
+from kvherd.cli.gateway_load import prepare_process
 from kvherd.core.errors import KvherdError
 from kvherd.core.ids import Rank, WorkerId
 from kvherd.core.kv.events import KvEventBatch, SnapshotChunk
@@ -432,6 +433,8 @@ def main(blocks: int, lag_s: float, rounds: int) -> None:
 
 
 def play(role: str, words: list[str]) -> None:
+    if role in {"--direct", "--bridge", "--follow"}:
+        prepare_process()  # as the gateway and the bridge do
     match role, words:
         case "--publish", [blocks, batch, rate, seconds]:
             publish(int(blocks), int(batch), float(rate), float(seconds))

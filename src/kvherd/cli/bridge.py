@@ -20,6 +20,7 @@ from kvherd.adapters.tokenizer import tokenizer_from_directory
 from kvherd.adapters.zmq_endpoints import rank_endpoints, require_apart
 from kvherd.adapters.zmq_kv_feed import ZmqFrameFeed
 from kvherd.cli.engine_key import EngineKeyOption, engine_key
+from kvherd.cli.gateway_load import prepare_process
 from kvherd.cli.lifetime import until_stopped
 from kvherd.cli.logs import LogLevel, start_logging
 from kvherd.cli.ports import require_free
@@ -146,6 +147,7 @@ def command(
         tokenizer_zip=tokenizer_from_directory(tokenizer).artifact_zip() if tokenizer else None,
         engine_api_key=engine_key(engine_api_key),
     )
+    prepare_process()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(until_stopped(run_bridge(plan), supervised=supervised))
 
