@@ -18,6 +18,7 @@ import statistics
 import time
 from pathlib import Path
 
+from kvherd.adapters.model_files import locate
 from kvherd.core.engine.generation import GenerationRequest, Limits, Sampling
 from kvherd.core.ids import Rank, RequestId
 from kvherd.core.scheduler.scheduler import Scheduler
@@ -103,7 +104,9 @@ async def rank(model: str, batch: int, steps: int) -> float:
 
 
 def measure(name: str, batch: int, steps: int, rounds: int) -> dict[str, float]:
-    model = load_engine_model(name, pool_blocks=POOL_BLOCKS)
+    path = locate(name).path
+    source = "tiny" if path is None else str(path)
+    model = load_engine_model(source, pool_blocks=POOL_BLOCKS)
     bare(model, batch, 8)
     threads = BlasThreads()
     taken: dict[str, list[float]] = {"bare": [], "planned": [], "rank": []}
@@ -114,7 +117,7 @@ def measure(name: str, batch: int, steps: int, rounds: int) -> dict[str, float]:
             step_s, own_s = planned(model, batch, steps)
         taken["planned"].append(step_s)
         shares.append(own_s / step_s)
-        taken["rank"].append(asyncio.run(rank(name, batch, steps)))
+        taken["rank"].append(asyncio.run(rank(source, batch, steps)))
     found: dict[str, float] = {}
     for contender, times in taken.items():
         found[f"{contender}_steps_per_s"] = 1 / statistics.median(times)
