@@ -54,6 +54,13 @@ class TestFileBlockStore(BlockStoreContract):
     def path(self, name: BlockName) -> Path:
         return self.directory / f"store{self.stores}" / name[:2] / f"{name}.kv"
 
+    def test_a_block_that_stands_under_another_s_name_is_not_that_one(self) -> None:
+        store = self.filled(2)
+        first, second = (self.path(name) for name in NAMES[:2])
+        second.write_bytes(first.read_bytes())
+        assert store.read(NAMES[:2], room(2), timeout_s=1.0) == [True, False]
+        assert not second.exists()
+
     def test_a_damaged_header_is_noticed_and_its_file_is_gone(self) -> None:
         store = self.filled(1)
         whole = bytearray(self.path(NAMES[0]).read_bytes())

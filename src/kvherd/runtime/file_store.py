@@ -2,9 +2,10 @@
 
     <directory>/<first two digits>/<name>.kv     a header, then the bytes
 
-The header tells the length and a digest of the bytes: a file that was cut short, or changed, is removed by who reads
-it. A file appears whole, by its last name. It is read and written without waiting for the disk to have it, so a loss
-of power may cost blocks, never wrong bytes. Files used longest ago are removed when there are too many bytes.
+The header tells the length, and a digest of the name and the bytes: a file that was cut short, changed or moved is
+removed by who reads it. A file appears whole, by its last name. It is read and written without waiting for the disk to
+have it, so a loss of power may cost blocks, never wrong bytes. Files used longest ago are removed when there are too
+many bytes.
 """
 
 import logging
@@ -22,7 +23,7 @@ from kvherd.core.ids import BlockName
 SUFFIX = ".kv"
 UNFINISHED_S = 600.0
 """A file that has no last name yet after this time lost its writer."""
-_MAGIC = b"kvherd block 1\n"
+_MAGIC = b"kvherd block 2\n"
 _DIGEST_BYTES = 16
 _HEADER_BYTES = len(_MAGIC) + 8 + _DIGEST_BYTES
 _log = logging.getLogger(__name__)
@@ -84,7 +85,7 @@ class FileBlockStore:
             with path.open("rb", buffering=0) as file:
                 header = file.read(_HEADER_BYTES)
                 filled = file.readinto(buffer)
-                right = header == _header(buffer) and filled == buffer.nbytes and not file.read(1)
+                right = header == _header(path, buffer) and filled == buffer.nbytes and not file.read(1)
             if right:
                 os.utime(path)  # what is used is kept
                 return True
@@ -106,7 +107,7 @@ class FileBlockStore:
         handle, unfinished = tempfile.mkstemp(dir=path.parent)
         try:
             with os.fdopen(handle, "wb") as file:
-                file.write(_header(block))
+                file.write(_header(path, block))
                 file.write(block)
             Path(unfinished).replace(path)
         except BaseException:
@@ -137,6 +138,8 @@ class FileBlockStore:
             total_bytes -= size_bytes
 
 
-def _header(block: memoryview) -> bytes:
-    digest = blake2b(block, digest_size=_DIGEST_BYTES).digest()
-    return _MAGIC + block.nbytes.to_bytes(8, "big") + digest
+def _header(path: Path, block: memoryview) -> bytes:
+    """Of the name as well: bytes that came to stand under another name are not that block's."""
+    digest = blake2b(path.name.encode(), digest_size=_DIGEST_BYTES)
+    digest.update(block)
+    return _MAGIC + block.nbytes.to_bytes(8, "big") + digest.digest()
