@@ -347,9 +347,43 @@ async def test_this_machine_has_several_addresses(peer: str) -> None:
 
 async def test_what_is_not_here_is_said_in_json() -> None:
     async with gateway() as client:
-        missing, wrong = await client.get("/nothing"), await client.get("/flush_cache")
-    assert (missing.status_code, missing.json()["error"]["message"]) == (404, "GET /nothing is not served here")
-    assert (wrong.status_code, wrong.json()["error"]["message"]) == (405, "GET /flush_cache is not served here")
+        for path in ("/nothing", "/health/"):
+            missing = await client.get(path)
+            assert (missing.status_code, missing.json()["error"]["code"]) == (404, "not_found")
+            assert missing.json()["error"]["message"] == f"GET {path} is not served here"
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "allowed"),
+    [
+        ("GET", "/flush_cache", "POST"),
+        ("POST", "/health", "GET, HEAD"),
+        ("GET", "/v1/chat/completions", "POST"),
+        ("PUT", "/v1/responses", "POST"),
+        ("HEAD", "/generate", "POST"),
+    ],
+)
+async def test_a_method_that_a_path_does_not_take_is_told_those_that_it_does(
+    method: str, path: str, allowed: str
+) -> None:
+    async with gateway() as client:
+        wrong, asked = await client.request(method, path), await client.options(path)
+    assert (wrong.status_code, wrong.headers["allow"]) == (405, allowed)
+    if method != "HEAD":
+        sentence = f"{method} {path} is not served here; this path takes {allowed}"
+        assert (wrong.json()["error"]["code"], wrong.json()["error"]["message"]) == ("method_not_allowed", sentence)
+    assert (asked.status_code, asked.headers["allow"], asked.content) == (204, allowed, b"")
+
+
+async def test_one_model_is_told_by_its_name_and_another_is_not_found() -> None:
+    async with gateway(fake(ANN)) as client:
+        served = (await client.get("/v1/models")).json()["data"]
+        assert served
+        for each in served:
+            assert (await client.get(f"/v1/models/{each['id']}")).json() == each
+        missing = await client.get("/v1/models/org/other")
+    assert (missing.status_code, missing.json()["error"]["code"]) == (404, "model_not_found")
+    assert "org/other" in missing.json()["error"]["message"]
 
 
 def audited(kind: str = "vllm-http", kv: str = "live", **truth: object) -> tuple[bool, str]:

@@ -15,10 +15,12 @@ from kvherd.core.errors import (
     KvherdError,
     ModelUnknown,
     NoWorker,
+    Unsupported,
     WorkerFailed,
     WorkerRefused,
     WorkerTimedOut,
     WorkerUnreachable,
+    WorkerUnsupported,
 )
 from kvherd.core.fleet.refusals import DeadlinePassed
 from kvherd.core.fleet.roster import Member
@@ -458,6 +460,37 @@ async def test_an_unknown_model_is_answered_with_those_there_are() -> None:
 async def test_the_only_model_need_not_be_named() -> None:
     async with herd(fake(ANN)) as it:
         assert (await it.send({"text": "hi"}, path="/generate")).status == 200
+        for body, sent in {
+            b'{"prompt": "hi", "x": 1.50}': b'{"prompt": "hi", "x": 1.50,"model":"m"}',
+            b'{"model": null, "prompt": "hi"}': b'{"model": "m", "prompt": "hi"}',
+            b'{"model": "", "prompt": "hi"}': b'{"model": "m", "prompt": "hi"}',
+            b'{"prompt": "hi", "y": {"model": null}}': b'{"prompt": "hi", "y": {"model": null},"model":"m"}',
+        }.items():
+            assert (await it.send(body)).status == 200
+            assert it.workers[ANN].calls[-1].body == sent
+    assert it.workers[ANN].calls[0].body == b'{"text": "hi"}'
+
+
+async def test_of_several_models_one_must_be_named() -> None:
+    other = FakeWorker(BOB, facts=replace(FACTS, models=("n",)))
+    async with herd(fake(ANN), other) as it:
+        with pytest.raises(FieldInvalid, match="name one of m, n"):
+            await it.send({"prompt": "hi"})
+
+
+async def test_workers_that_cannot_do_it_at_all_cost_neither_a_try_nor_an_unkind_status() -> None:
+    names = [WorkerId(f"grpc://w{n}:1") for n in range(9)]
+    async with herd(*(fake(name) for name in names), config=PathConfig(tries=2)) as it:
+        for name in names:
+            it.workers[name].fails = WorkerUnsupported(name, "POST /v1/embeddings over gRPC")
+        for _ in range(30):
+            with pytest.raises(Unsupported, match=r"^POST /v1/embeddings over gRPC is not supported here"):
+                await it.send({"model": "m", "input": "hi"}, path="/v1/embeddings")
+        it.workers[names[0]].fails = None
+        assert (await it.send({"model": "m", "input": "hi"}, path="/v1/embeddings")).status == 200
+        it.workers[names[0]].fails = WorkerUnreachable(names[0], "connection refused")
+        with pytest.raises(NoWorker, match="connection refused"):
+            await it.send({"model": "m", "input": "hi"}, path="/v1/embeddings")
 
 
 @pytest.mark.parametrize(

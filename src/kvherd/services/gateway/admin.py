@@ -11,11 +11,12 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from kvherd import __version__
-from kvherd.core.errors import FieldInvalid, KvherdError
+from kvherd.core.errors import FieldInvalid, KvherdError, ModelUnknown
 from kvherd.core.fleet.fanout import FanoutReport
 from kvherd.core.fleet.roster import Member
 from kvherd.services.gateway.config_file import ConfigFile
 from kvherd.services.gateway.console import Console
+from kvherd.services.gateway.relay.edge import DATA_PATHS
 from kvherd.wire.fleet_json import flush_report, profile_report
 from kvherd.wire.openai.body import parse_object
 from kvherd.wire.openai.errors import error_body
@@ -42,6 +43,7 @@ def build_app(console: Console, *, policy: str) -> Starlette:
     ]
     clients = [
         Route("/v1/models", routes.models, methods=["GET"]),
+        Route("/v1/models/{model:path}", routes.one_model, methods=["GET"]),
         Route("/get_loads", routes.loads, methods=["GET"]),
         Route("/server_info", routes.server, methods=["GET"]),
         Route("/get_server_info", routes.server, methods=["GET"]),
@@ -56,10 +58,21 @@ def build_app(console: Console, *, policy: str) -> Starlette:
         route.app = _Guarded(route.app, console.admit)
     for route in clients:
         route.app = _Guarded(route.app, console.admit_client)
-    return Starlette(
-        routes=operators + clients + anybody,
+    app = Starlette(
+        routes=operators + clients + anybody + [_elsewhere(path) for path in sorted(DATA_PATHS)],
         exception_handlers={HTTPException: _http_error, KvherdError: _own_error, Exception: _own_error},
     )
+    app.router.redirect_slashes = False  # a path with a slash at its end is another, and no client follows a POST there
+    return app
+
+
+def _elsewhere(path: str) -> Route:
+    """A path whose POST goes past this application: here for what it says to other methods."""
+
+    async def past(_: Request) -> Response:
+        raise HTTPException(404)
+
+    return Route(path, past, methods=["POST"])
 
 
 class Admit(Protocol):
@@ -133,20 +146,26 @@ class _Routes:
         return Response(await self._console.engine_metrics(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def models(self, _: Request) -> Response:
-        roster = self._console.fleet.roster
-        models = []
-        for name in roster.names():
-            model = roster.meant(name)
-            listed = {
-                "id": name,
-                "object": "model",
-                "created": 0,
-                "owned_by": "kvherd",
-                "root": model,
-                "max_model_len": _context_tokens([one for one in roster if model in one.models]),
-            }
-            models.append(listed)
+        models = [self._listed(name) for name in self._console.fleet.roster.names()]
         return JSONResponse({"object": "list", "data": models})
+
+    async def one_model(self, request: Request) -> Response:
+        name, names = request.path_params["model"], self._console.fleet.roster.names()
+        if name not in names:
+            raise ModelUnknown(name, names)
+        return JSONResponse(self._listed(name))
+
+    def _listed(self, name: str) -> dict[str, str | int | None]:
+        roster = self._console.fleet.roster
+        model = roster.meant(name)
+        return {
+            "id": name,
+            "object": "model",
+            "created": 0,
+            "owned_by": "kvherd",
+            "root": model,
+            "max_model_len": _context_tokens([one for one in roster if model in one.models]),
+        }
 
     async def health(self, _: Request) -> Response:
         return JSONResponse({"status": "ok"})
@@ -244,7 +263,12 @@ async def _own_error(_: Request, error: Exception) -> Response:
 async def _http_error(request: Request, error: Exception) -> Response:
     """Starlette's own: a path that is not here, or a method that it does not take."""
     status = error.status_code if isinstance(error, HTTPException) else 500
-    headers = error.headers if isinstance(error, HTTPException) else None
-    sentence = f"{request.method} {request.url.path} is not served here"
-    body = {"error": {"message": sentence, "type": "invalid_request_error", "param": None, "code": "not_found"}}
+    headers = dict(error.headers or {}) if isinstance(error, HTTPException) else {}
+    sentence, code = f"{request.method} {request.url.path} is not served here", "not_found"
+    if "Allow" in headers:
+        headers["Allow"] = allowed = ", ".join(sorted(headers["Allow"].split(", ")))
+        if request.method == "OPTIONS":
+            return Response(status_code=204, headers=headers)
+        sentence, code = f"{sentence}; this path takes {allowed}", "method_not_allowed"
+    body = {"error": {"message": sentence, "type": "invalid_request_error", "param": None, "code": code}}
     return JSONResponse(body, status_code=status, headers=headers)

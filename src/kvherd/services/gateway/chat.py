@@ -19,6 +19,7 @@ from kvherd.core.errors import (
     KvherdError,
     ModelUnknown,
     NoWorker,
+    Unsupported,
     WorkerError,
     WorkerFailed,
     WorkerRefused,
@@ -55,6 +56,8 @@ NO_MATCH = Match()
 
 RANKED_PATHS = frozenset({"/v1/chat/completions", "/v1/completions", "/generate"})
 """Of which engines can be told the rank that is to serve them."""
+OPENAI = "/v1/"
+"""Where a body names its model; engines are told it, also where the client left out what nobody could mistake."""
 STATEFUL_PATHS = frozenset({"/v1/responses"})
 """A second try could store a conversation twice."""
 
@@ -127,7 +130,7 @@ class DataPath:
         began_s = self._now_s()
         asked = peek(incoming.body)
         model = self._model(asked.model)
-        if asked.model and asked.model != model:
+        if asked.model != model and (asked.model or incoming.path.startswith(OPENAI)):
             incoming = Renamed(incoming, with_model(incoming.body, model))
             asked = peek(incoming.body)
         tokenizer = self._fleet.tokenizer(model) if self._policy.needs_tokens else None
@@ -282,17 +285,24 @@ class DataPath:
         )
 
     def _admit_retry(self, turn: Turn, error: WorkerError) -> None:
-        """Raises `error` if the request may not be tried once more."""
-        stateful = turn.incoming.path in STATEFUL_PATHS and not isinstance(error, WorkerUnsupported)
-        if stateful or len(turn.tried) >= self._config.tries or not self._budget.spend():
+        """Raises `error` if the request may not be tried once more. Looking for one that can do it is no retry."""
+        if isinstance(error, WorkerUnsupported):
+            return
+        failed = sum(not isinstance(each, WorkerUnsupported) for each in turn.tried.values())
+        stateful = turn.incoming.path in STATEFUL_PATHS
+        if stateful or failed >= self._config.tries or not self._budget.spend():
             raise error
         self._metrics.retried(error.worker)
 
     def _nobody(self, turn: Turn, explanation: Explanation) -> KvherdError:
         """Why nobody serves it: a worker's own refusal if one was asked, else what rules each of them out."""
         for error in turn.tried.values():
-            if not isinstance(error, WorkerUnreachable | WorkerFailed):
+            if not isinstance(error, WorkerUnreachable | WorkerFailed | WorkerUnsupported):
                 return error
+        able = [one for one in self._fleet.roster if turn.model in one.models]
+        unable = [turn.tried.get(one.worker) for one in able]
+        if able and all(isinstance(error, WorkerUnsupported) for error in unable):
+            return Unsupported(next(error.what for error in unable if isinstance(error, WorkerUnsupported)))
         reasons = [f"{one.candidate.worker} {one.reason}" for one in explanation.ruled_out]
         return NoWorker(turn.model, (*map(str, turn.tried.values()), *reasons))
 

@@ -14,7 +14,7 @@ from kvherd.wire.openai.routing import Peek, peek
 
 _FULL_REPORT: Final = b'"kv_cache_report_mode":"full"'
 _MODE: Final = "kv_cache_report_mode"
-_MODEL: Final = re.compile(rb'"model"\s*:\s*("(?:[^"\\]|\\.)*+")')
+_MODEL: Final = re.compile(rb'"model"\s*:\s*("(?:[^"\\]|\\.)*+"|null)')
 _EMPTY_OBJECT: Final = re.compile(rb"\{\s*\}")
 
 
@@ -48,11 +48,15 @@ def with_rank(body: bytes, rank: int) -> bytes:
 
 
 def with_model(body: bytes, model: str) -> bytes:
-    """Ask for this model in place of the one that the body names. Raises `FieldInvalid` if its name cannot be found."""
+    """Ask for this model in place of the one that the body names, if any. Raises `FieldInvalid` if its name cannot
+    be found.
+    """
     for found in reversed(list(_MODEL.finditer(body))):
         edited = body[: found.start(1)] + msgspec.json.encode(model) + body[found.end(1) :]
         if peek(edited).model == model:  # another may stand further inside
             return edited
+    if not peek(body).model:
+        return _with_member(body, b'"model":' + msgspec.json.encode(model))
     raise FieldInvalid("model", "is an alias here, and must be written without escapes in its key")
 
 

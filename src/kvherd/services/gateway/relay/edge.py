@@ -40,7 +40,9 @@ OpenAI error with its status. Is cancelled when the client leaves.
 Message = MutableMapping[str, Any]
 AsgiApp = Callable[[Message, Callable[[], Awaitable[Message]], Callable[[Message], Awaitable[None]]], Awaitable[None]]
 
-_DATA_PATHS = frozenset({"/generate", "/tokenize", "/detokenize"})
+_NATIVE_PATHS = frozenset({"/generate", "/tokenize", "/detokenize"})
+DATA_PATHS = _NATIVE_PATHS | {"/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses"}
+"""Those that are known by name; what else is posted below `/v1/` is data, too."""
 
 
 def is_data(method: str, path: str) -> bool:
@@ -50,8 +52,8 @@ def is_data(method: str, path: str) -> bool:
     if method != "POST":
         return False
     if path.startswith("/v1/"):
-        return "%" not in path and "/." not in path and "//" not in path
-    return path in _DATA_PATHS
+        return "%" not in path and "/." not in path and "//" not in path and not path.endswith("/")
+    return path in _NATIVE_PATHS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
