@@ -7,13 +7,10 @@ nonsense then, but what is cached of a prompt does not depend on that, and it ta
 """
 
 import json
-import struct
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-
-import numpy as np
 
 from kvherd.adapters.gguf_vocabulary import read_vocabulary
 from kvherd.adapters.model_files import locate
@@ -21,6 +18,7 @@ from kvherd.adapters.vocabulary import hf_files
 from kvherd.runtime.architecture import LlamaShape, shape_of
 from kvherd.runtime.gguf_weights import GgufTensors, read_head
 from kvherd.runtime.weights import Floats
+from kvherd.testing.safetensors_files import write_safetensors
 
 LAYERS = 4
 MODEL = "smollm2"
@@ -40,7 +38,7 @@ def write_model_directory(directory: Path, layers: int = LAYERS) -> None:
     told = {"bos_token_id": config["bos_token_id"], "eos_token_id": config["eos_token_id"]}
     (directory / "config.json").write_text(json.dumps(config | _config(shape), indent=2))
     (directory / "generation_config.json").write_text(json.dumps(told, indent=2))
-    _write_safetensors(directory / "model.safetensors", _tensors(GgufTensors(path, head), shape))
+    write_safetensors(directory / "model.safetensors", _tensors(GgufTensors(path, head), shape))
 
 
 def _config(shape: LlamaShape) -> dict[str, object]:
@@ -87,29 +85,6 @@ def _halves_apart(matrix: Floats, heads: int) -> Floats:
     rows, columns = matrix.shape
     pairs = matrix.reshape(heads, rows // heads // 2, 2, columns)
     return pairs.transpose(0, 2, 1, 3).reshape(rows, columns)
-
-
-def _write_safetensors(path: Path, tensors: Iterator[tuple[str, Floats]]) -> None:
-    """In bfloat16: a length, a JSON head, and the arrays one after the other."""
-    entries: dict[str, object] = {}
-    arrays, end = [], 0
-    for name, array in tensors:
-        data = _bfloat16(array)
-        entries[name] = {"dtype": "BF16", "shape": list(array.shape), "data_offsets": [end, end + len(data)]}
-        arrays.append(data)
-        end += len(data)
-    head = json.dumps(entries).encode()
-    head += b" " * (-len(head) % 8)
-    with path.open("wb") as file:
-        file.write(struct.pack("<Q", len(head)) + head)
-        file.writelines(arrays)
-
-
-def _bfloat16(array: Floats) -> bytes:
-    """The upper half of each float32, rounded to the nearest, to even where two are as near."""
-    bits = np.ascontiguousarray(array).view(np.uint32)
-    rounded = bits + ((bits >> np.uint32(16)) & np.uint32(1)) + np.uint32(0x7FFF)
-    return (rounded >> np.uint32(16)).astype("<u2").tobytes()
 
 
 if __name__ == "__main__":

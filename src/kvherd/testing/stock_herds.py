@@ -86,8 +86,8 @@ class Talks:
         return f"{told}; (which, predicted, reported) {wrong}" if wrong else told
 
 
-def chat(gateway: GatewayProcess, messages: list[dict[str, str]]) -> tuple[Answered, str]:
-    body = {"model": MODEL, "messages": messages, "max_tokens": 4, "temperature": 0}
+def chat(gateway: GatewayProcess, messages: list[dict[str, str]], *, model: str = MODEL) -> tuple[Answered, str]:
+    body = {"model": model, "messages": messages, "max_tokens": 4, "temperature": 0}
     answer = httpx.post(f"{gateway.url}/v1/chat/completions", json=body, timeout=ANSWER_S)
     assert answer.status_code == 200, answer.text
     usage = answer.json()["usage"]
@@ -98,14 +98,14 @@ def chat(gateway: GatewayProcess, messages: list[dict[str, str]]) -> tuple[Answe
     return Answered(usage["prompt_tokens"], None if predicted is None else int(predicted), reported, rank), text
 
 
-def chat_until_exact(gateway: GatewayProcess, messages: list[dict[str, str]]) -> Answered:
+def chat_until_exact(gateway: GatewayProcess, messages: list[dict[str, str]], *, model: str = MODEL) -> Answered:
     """Chat until what is cached is predicted exactly, and is something: blocks are heard of a moment after they are
     stored, on a busy machine a long one. Never may more be predicted than there is.
     """
     found: list[Answered] = []
 
     def is_exact() -> bool:
-        answered, _ = chat(gateway, messages)
+        answered, _ = chat(gateway, messages, model=model)
         assert (answered.predicted or 0) <= answered.reported, answered
         found.append(answered)
         return answered.exact and answered.reported > 0
