@@ -46,7 +46,7 @@ _NOT_FORWARDED = frozenset(
     }
 )
 _ANOTHER_MAY_SERVE = frozenset({502, 503, 504})
-_STATEFUL = "/v1/responses"
+_STATEFUL = ("/v1/responses", "/v1/conversations")
 _REASON_BYTES = 64 * 1024
 
 
@@ -88,7 +88,7 @@ class HttpWorker:
         """
         call = self._at_rank(call)
         relayed = _Relayed(call, responder)
-        repeatable = not call.path.startswith(_STATEFUL)
+        repeatable = call.method == "GET" or not call.path.startswith(_STATEFUL)
         try:
             await self._pool.exchange(self._head(call), call.body, relayed, repeatable=repeatable)
         except NoDescriptor:

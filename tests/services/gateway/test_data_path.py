@@ -107,12 +107,16 @@ class Herd:
         return await self.send({"model": "m", "prompt": prompt, **more})
 
     async def send(
-        self, body: object, path: str = "/v1/completions", headers: tuple[tuple[bytes, bytes], ...] = ()
+        self,
+        body: object,
+        path: str = "/v1/completions",
+        headers: tuple[tuple[bytes, bytes], ...] = (),
+        holder: WorkerId | None = None,
     ) -> FakeResponder:
         responder = FakeResponder()
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
         request = DataRequest("POST", path, "", list(headers), data, "127.0.0.1", RequestId("r"))
-        await self.path(request, responder)
+        await self.path(request, responder, holder)
         return responder
 
     def member(self, worker: WorkerId) -> Member:
@@ -336,6 +340,19 @@ async def test_a_stored_conversation_is_never_tried_twice() -> None:
         with pytest.raises(WorkerFailed):
             await it.send({"model": "m", "input": "hi"}, path="/v1/responses")
         assert sum(len(worker.calls) for worker in it.workers.values()) == 1
+
+
+async def test_what_one_worker_keeps_is_asked_of_no_other() -> None:
+    async with herd(fake(ANN), fake(BOB)) as it:
+        for holder in (ANN, BOB, BOB, BOB):
+            answer = await it.send({"model": "m", "input": "hi"}, path="/v1/responses", holder=holder)
+            assert answer.headers["x-kvherd-worker"] == holder
+            assert (await it.send(b"", path="/v1/responses/resp_1", holder=holder)).status == 200
+        it.member(BOB).draining = True
+        with pytest.raises(NoWorker, match="is draining"):
+            await it.send(b"", path="/v1/responses/resp_1", holder=BOB)
+        with pytest.raises(BodyNotJson):
+            await it.send(b"", path="/v1/responses", holder=ANN)
 
 
 async def test_nobody_left_is_said_with_the_reasons() -> None:

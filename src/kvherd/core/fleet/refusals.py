@@ -41,3 +41,25 @@ class DescriptorsExhausted(FleetError):
 
     def __str__(self) -> str:
         return "the gateway has no file descriptor left for a connection to a worker; raise `ulimit -n`, or try later"
+
+
+@dataclass(eq=False)
+class NameUnknown(CallerError):
+    """Of a stored response or a conversation."""
+
+    name: str
+
+    def __str__(self) -> str:
+        return f"no worker here keeps {self.name!r}; it may have been deleted, or its worker was restarted or removed"
+
+
+@dataclass(eq=False)
+class HolderSilent(FleetError):
+    """Nobody who answered keeps it, and some gave no answer."""
+
+    name: str
+    silent: tuple[str, ...]
+    retry_after_s: int = 5
+
+    def __str__(self) -> str:
+        return f"whether {self.name!r} is kept here is unknown: {', '.join(self.silent)} gave no answer"

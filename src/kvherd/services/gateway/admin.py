@@ -16,7 +16,7 @@ from kvherd.core.fleet.fanout import FanoutReport
 from kvherd.core.fleet.roster import Member
 from kvherd.services.gateway.config_file import ConfigFile
 from kvherd.services.gateway.console import Console
-from kvherd.services.gateway.relay.edge import DATA_PATHS
+from kvherd.services.gateway.relay.edge import DATA_PATHS, STORED
 from kvherd.wire.fleet_json import flush_report, profile_report
 from kvherd.wire.openai.body import parse_object
 from kvherd.wire.openai.errors import error_body
@@ -58,21 +58,23 @@ def build_app(console: Console, *, policy: str) -> Starlette:
         route.app = _Guarded(route.app, console.admit)
     for route in clients:
         route.app = _Guarded(route.app, console.admit_client)
+    elsewhere = [_elsewhere(path, "POST") for path in sorted(DATA_PATHS)]
+    elsewhere += [_elsewhere(root + "/{name:path}", "GET", "POST", "DELETE") for root in STORED]
     app = Starlette(
-        routes=operators + clients + anybody + [_elsewhere(path) for path in sorted(DATA_PATHS)],
+        routes=operators + clients + anybody + elsewhere,
         exception_handlers={HTTPException: _http_error, KvherdError: _own_error, Exception: _own_error},
     )
     app.router.redirect_slashes = False  # a path with a slash at its end is another, and no client follows a POST there
     return app
 
 
-def _elsewhere(path: str) -> Route:
-    """A path whose POST goes past this application: here for what it says to other methods."""
+def _elsewhere(path: str, *methods: str) -> Route:
+    """A path of which these methods go past this application: here for what it says to others."""
 
     async def past(_: Request) -> Response:
         raise HTTPException(404)
 
-    return Route(path, past, methods=["POST"])
+    return Route(path, past, methods=methods)
 
 
 class Admit(Protocol):

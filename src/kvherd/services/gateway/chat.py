@@ -29,7 +29,7 @@ from kvherd.core.errors import (
 from kvherd.core.fleet.retry_budget import RetryBudget
 from kvherd.core.fleet.roster import Member
 from kvherd.core.fleet.spec import GRPC
-from kvherd.core.ids import Rank, RequestId
+from kvherd.core.ids import Rank, RequestId, WorkerId
 from kvherd.core.routing.candidate import Ask, Place
 from kvherd.core.routing.policy import Explanation, Policy
 from kvherd.ports.completions import Usage
@@ -43,23 +43,23 @@ from kvherd.services.gateway.metrics import GatewayMetrics
 from kvherd.services.gateway.parity import counted
 from kvherd.services.gateway.patience import Bounds, Patience, deadline_s
 from kvherd.services.gateway.prompts import EncodingCache, Prompt, read_prompt
+from kvherd.services.gateway.relay.edge import STORED
 from kvherd.services.gateway.turn import Incoming, Renamed, Turn
 from kvherd.services.gateway.usage_samples import UsageSamples, WithoutUsage, uncompressed
 from kvherd.services.gateway.witness import Witness
 from kvherd.wire.fleet_json import explanation_header
 from kvherd.wire.openai.edits import with_model
-from kvherd.wire.openai.routing import peek
+from kvherd.wire.openai.routing import Peek, peek
 
 log = logging.getLogger(__name__)
 
 NO_MATCH = Match()
+UNTOLD = Peek()
 
 RANKED_PATHS = frozenset({"/v1/chat/completions", "/v1/completions", "/generate"})
 """Of which engines can be told the rank that is to serve them."""
-OPENAI = "/v1/"
-"""Where a body names its model; engines are told it, also where the client left out what nobody could mistake."""
-STATEFUL_PATHS = frozenset({"/v1/responses"})
-"""A second try could store a conversation twice."""
+NAMING_PATHS = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses"})
+"""Where engines are told the model, also if the client left out what nobody could mistake."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,9 +105,10 @@ class DataPath:
         self._alive: set[RequestId] = set()
         self._loop: asyncio.AbstractEventLoop | None = None
 
-    async def __call__(self, incoming: Incoming, responder: Responder) -> None:
+    async def __call__(self, incoming: Incoming, responder: Responder, holder: WorkerId | None = None) -> None:
+        """`holder` is the one worker that can answer, for it keeps what is asked for."""
         try:
-            turn = await self._read(incoming, responder)
+            turn = await self._read(incoming, responder, holder)
         except KvherdError as error:
             self._access.refused(incoming, error)
             raise
@@ -125,12 +126,12 @@ class DataPath:
             self._alive.discard(turn.request)
             self._close(turn)
 
-    async def _read(self, incoming: Incoming, responder: Responder) -> Turn:
+    async def _read(self, incoming: Incoming, responder: Responder, holder: WorkerId | None) -> Turn:
         """What routing needs of a request. Raises a `CallerError` or `NoWorker`."""
         began_s = self._now_s()
-        asked = peek(incoming.body)
-        model = self._model(asked.model)
-        if asked.model != model and (asked.model or incoming.path.startswith(OPENAI)):
+        asked = UNTOLD if not incoming.body and incoming.path.startswith(STORED) else peek(incoming.body)
+        model = self._model(asked.model, holder)
+        if asked.model != model and (asked.model or incoming.path in NAMING_PATHS):
             incoming = Renamed(incoming, with_model(incoming.body, model))
             asked = peek(incoming.body)
         tokenizer = self._fleet.tokenizer(model) if self._policy.needs_tokens else None
@@ -142,7 +143,8 @@ class DataPath:
         ends = None if within_s is None else (began_s + within_s, within_s)
         explain = (b"x-kvherd-explain", b"1") in incoming.headers
         witness = Witness(responder)
-        return Turn(incoming, self._unique(incoming.request), asked, model, prompt, witness, began_s, explain, ends)
+        request = self._unique(incoming.request)
+        return Turn(incoming, request, asked, model, prompt, witness, began_s, explain, ends, holder)
 
     async def _serve(self, turn: Turn) -> None:
         """Choose and forward until a worker begins an answer. Raises a `KvherdError` if none does."""
@@ -169,6 +171,8 @@ class DataPath:
     def _choose(self, turn: Turn) -> tuple[Explanation, Mapping[Place, Match]]:
         now_s = self._now_s()
         members = [one for one in self._fleet.roster if one.worker not in turn.tried]
+        if turn.holder is not None:
+            members = [one for one in members if one.worker == turn.holder]
         matches = self._credit.matches(turn.prompt, members) if self._policy.remembers_prompts else {}
         tokens = turn.prompt.tokens
         candidates = []
@@ -289,7 +293,7 @@ class DataPath:
         if isinstance(error, WorkerUnsupported):
             return
         failed = sum(not isinstance(each, WorkerUnsupported) for each in turn.tried.values())
-        stateful = turn.incoming.path in STATEFUL_PATHS
+        stateful = turn.incoming.path.startswith(STORED)  # a second try could store a conversation twice
         if stateful or failed >= self._config.tries or not self._budget.spend():
             raise error
         self._metrics.retried(error.worker)
@@ -306,9 +310,11 @@ class DataPath:
         reasons = [f"{one.candidate.worker} {one.reason}" for one in explanation.ruled_out]
         return NoWorker(turn.model, (*map(str, turn.tried.values()), *reasons))
 
-    def _model(self, asked: str | None) -> str:
+    def _model(self, asked: str | None, holder: WorkerId | None) -> str:
         """The model that is meant. Raises `ModelUnknown`, `FieldInvalid` or `NoWorker`."""
         roster = self._fleet.roster
+        if not asked and holder is not None and (member := roster.get(holder)) is not None and member.models:
+            return member.models[0]
         served, meant = roster.models(), roster.meant(asked or "")
         if meant in served:
             return meant

@@ -36,6 +36,7 @@ from kvherd.services.gateway.metrics import GatewayMetrics
 from kvherd.services.gateway.relay.edge import RelayLimits
 from kvherd.services.gateway.relay.server import RelayServer
 from kvherd.services.gateway.staffing import Resolve, Staffing, resolve_host
+from kvherd.services.gateway.stored import at_holders
 from kvherd.wire.gateway_toml import GatewayFile
 
 
@@ -182,7 +183,7 @@ class Gateway:
         grpc = GatewayGrpc(console, host=config.host, port=config.grpc_port, tls=self._tls)
         self._grpc = await stack.enter_async_context(grpc)
         relay = RelayServer(
-            KeyedPath(AdmittedPath(path, admission, access.refused), keyring, access),
+            KeyedPath(AdmittedPath(at_holders(path, fleet, access), admission, access.refused), keyring, access),
             app,
             host=config.host,
             port=config.port,

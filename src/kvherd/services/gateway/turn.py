@@ -59,6 +59,8 @@ class Turn:
     explain: bool
     ends: tuple[float, float] | None = None
     """When the client's own deadline comes, and how many seconds it gave."""
+    holder: WorkerId | None = None
+    """The one worker that can answer."""
     tried: dict[WorkerId, WorkerError] = field(default_factory=dict)
     last_error: WorkerError | None = None
     member: Member | None = None

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 from kvherd.core.ids import RequestId
 from kvherd.ports.worker import Responder
+from kvherd.wire.openai.stored import CONVERSATIONS, RESPONSES
 
 
 class DataRequest(NamedTuple):
@@ -44,12 +45,16 @@ _NATIVE_PATHS = frozenset({"/generate", "/tokenize", "/detokenize"})
 DATA_PATHS = _NATIVE_PATHS | {"/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses"}
 """Those that are known by name; what else is posted below `/v1/` is data, too."""
 
+STORED = (RESPONSES, CONVERSATIONS)
+"""Below these, engines keep answers and conversations by name, to be read and deleted."""
+_KEPT = tuple(f"{root}/" for root in STORED)
+
 
 def is_data(method: str, path: str) -> bool:
     """Whether the data handler answers it. A path that could mean another one after decoding is not the data path's:
     what a client may ask of an engine must not depend on how that engine reads `/v1/../flush_cache`.
     """
-    if method != "POST":
+    if method != "POST" and not (method in ("GET", "DELETE") and path.startswith(_KEPT)):
         return False
     if path.startswith("/v1/"):
         return "%" not in path and "/." not in path and "//" not in path and not path.endswith("/")
