@@ -8,14 +8,18 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from kvherd.adapters.grpc_channel import open_channel, rpc_errors
 from kvherd.adapters.grpc_dialects import DIALECTS
+from kvherd.adapters.tls import ClientTls
 from kvherd.core.ids import WorkerId
 
 _ENGINES = frozenset(dialect.service for dialect in DIALECTS)
 
 
-async def engine_methods(target: str) -> frozenset[str]:
-    """The calls of the engine services of `grpc://HOST:PORT`. Raises a `WorkerError`, also without reflection."""
-    channel = open_channel(target)
+async def engine_methods(target: str, tls: ClientTls | None = None) -> frozenset[str]:
+    """The calls of the engine services of `grpc://HOST:PORT`, or over TLS of `grpcs://`.
+
+    Raises a `WorkerError`, also without reflection.
+    """
+    channel = open_channel(target, tls)
     try:
         return await _methods(channel, WorkerId(target))
     finally:

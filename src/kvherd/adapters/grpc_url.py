@@ -2,14 +2,14 @@
 
 from kvherd.core.errors import OptionInvalid
 
-_SCHEME = "grpc://"
+_SCHEMES = ("grpc://", "grpcs://")
 
 
 def grpc_address(url: str, *, option: str) -> str:
-    """HOST:PORT of `grpc://HOST:PORT`. Raises `OptionInvalid`, naming `option`, for anything else."""
-    address = url.removeprefix(_SCHEME)
+    """HOST:PORT of `grpc://HOST:PORT` or `grpcs://HOST:PORT`. Raises `OptionInvalid`, naming `option`, for all else."""
+    address = next((url.removeprefix(scheme) for scheme in _SCHEMES if url.startswith(scheme)), "")
     host, _, port = address.rpartition(":")
-    if not url.startswith(_SCHEME) or not _is_host(host) or not (port.isascii() and port.isdecimal()):
+    if not _is_host(host) or not (port.isascii() and port.isdecimal()):
         raise OptionInvalid(option, f"{url!r} must be grpc://HOST:PORT, as in grpc://127.0.0.1:51000")
     if not 0 < int(port) < 65536:
         raise OptionInvalid(option, f"{url!r}: {port} is no port; it must be 1 to 65535")

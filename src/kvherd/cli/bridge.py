@@ -16,15 +16,18 @@ from kvherd.adapters.grpc_url import grpc_address
 from kvherd.adapters.grpc_worker import GrpcWorker
 from kvherd.adapters.http_url import http_address
 from kvherd.adapters.http_worker import HttpWorker
+from kvherd.adapters.tls import ClientTls
 from kvherd.adapters.tokenizer import tokenizer_from_directory
 from kvherd.adapters.zmq_endpoints import rank_endpoints, require_apart
 from kvherd.adapters.zmq_kv_feed import ZmqFrameFeed
 from kvherd.cli.engine_key import EngineKeyOption, engine_key
+from kvherd.cli.engine_tls import EngineCaOption, EngineTlsNameOption, engine_tls
 from kvherd.cli.gateway_load import prepare_process
 from kvherd.cli.lifetime import until_stopped
 from kvherd.cli.logs import LogLevel, start_logging
 from kvherd.cli.ports import require_free
 from kvherd.core.errors import OptionInvalid
+from kvherd.core.fleet.spec import GRPC
 from kvherd.core.ids import Rank, WorkerId
 from kvherd.core.kv.history import HISTORY_TOKENS
 from kvherd.ports.worker import WorkerFacts
@@ -58,10 +61,11 @@ class BridgePlan:
     metrics_port: int | None = None
     tokenizer_zip: bytes | None = None
     engine_api_key: str | None = field(default=None, repr=False)
+    engine_tls: ClientTls | None = None
 
     @property
     def speaks_grpc(self) -> bool:
-        return self.engine.startswith("grpc:")
+        return self.engine.startswith(GRPC)
 
 
 def command(
@@ -70,7 +74,8 @@ def command(
         str,
         typer.Option(
             metavar="URL",
-            help="The engine: http://HOST:PORT of vLLM or SGLang, or grpc://HOST:PORT, whose every call is passed on.",
+            help="The engine: http://HOST:PORT of vLLM or SGLang, or grpc://HOST:PORT, whose every call is passed on; "
+            "with TLS https://, grpcs://.",
         ),
     ] = "http://127.0.0.1:8000",
     events: Annotated[
@@ -108,6 +113,8 @@ def command(
         typer.Option(help="The model's directory; gateways learn its tokenizer and chat template from here."),
     ] = None,
     engine_api_key: EngineKeyOption = None,
+    engine_ca: EngineCaOption = None,
+    engine_tls_name: EngineTlsNameOption = None,
     log_level: Annotated[LogLevel, typer.Option(help="Least level of the log, which goes to standard error.")] = (
         LogLevel.INFO
     ),
@@ -129,7 +136,7 @@ def command(
     start_logging(log_level)
     host, port = _listen_address(listen)
     _require_engine(engine)
-    if engine.startswith("grpc:"):
+    if engine.startswith(GRPC):
         _refuse_for_grpc(events, replay, tokenizer, bind_events=bind_events)
     else:
         events = events or HTTP_EVENTS
@@ -146,6 +153,7 @@ def command(
         metrics_port=metrics_port,
         tokenizer_zip=tokenizer_from_directory(tokenizer).artifact_zip() if tokenizer else None,
         engine_api_key=engine_key(engine_api_key),
+        engine_tls=engine_tls(engine, engine_ca, engine_tls_name),
     )
     prepare_process()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
@@ -189,15 +197,15 @@ def _front(
     plan: BridgePlan, relay: KvRelay | None, streams: EventStreams | None, stack: AsyncExitStack
 ) -> tuple[Front, _Engine]:
     """What is served for the engine; the connections to it end with `stack`."""
-    name, key = WorkerId(plan.engine), plan.engine_api_key
+    name, key, tls = WorkerId(plan.engine), plan.engine_api_key, plan.engine_tls
     flushed = None if relay is None else relay.flushed
     if plan.speaks_grpc:
-        engine, channel = GrpcWorker(name, api_key=key), open_channel(name)
+        engine, channel = GrpcWorker(name, api_key=key, tls=tls), open_channel(name, tls)
         stack.push_async_callback(engine.close)
         stack.push_async_callback(channel.close)
         front = ProxyFront(name, channel, events=streams, flushed=flushed, server=_SERVER, api_key=key)
         return front, _Engine(engine.identify, engine.probe)
-    worker = HttpWorker(name, plan.engine, api_key=key)
+    worker = HttpWorker(name, plan.engine, api_key=key, tls=tls)
     stack.push_async_callback(worker.close)
     assert streams is not None
     assert flushed is not None, "an engine on HTTP has no events but those on its sockets"
@@ -215,7 +223,7 @@ async def _show_metrics(port: int, metrics: BridgeMetrics, stack: AsyncExitStack
 
 
 def _require_engine(url: str) -> None:
-    if url.startswith("grpc:"):
+    if url.startswith(("grpc:", "grpcs:")):
         grpc_address(url, option="--engine")
         return
     try:

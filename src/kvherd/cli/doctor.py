@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 import typer
 import uvloop
 
+from kvherd.adapters.grpc_channel import grpc_target
 from kvherd.adapters.grpc_kv_feed import GrpcKvFeed
 from kvherd.adapters.grpc_methods import engine_methods
 from kvherd.adapters.grpc_url import grpc_address
@@ -20,11 +21,14 @@ from kvherd.adapters.grpc_worker import GrpcWorker
 from kvherd.adapters.http_exchange import HttpAsker, pool_to
 from kvherd.adapters.http_url import http_address
 from kvherd.adapters.http_worker import HttpWorker
+from kvherd.adapters.tls import ClientTls, trusting_this_machine
 from kvherd.cli.bridge import frame_feeds
 from kvherd.cli.engine_key import EngineKeyOption, engine_key
+from kvherd.cli.engine_tls import EngineCaOption, EngineTlsNameOption, engine_tls
 from kvherd.cli.gateway import tokenizer_from
 from kvherd.cli.tables import print_table
 from kvherd.core.errors import OptionInvalid
+from kvherd.core.fleet.spec import GRPC
 from kvherd.core.ids import Rank, WorkerId
 from kvherd.ports.kv_frames import FrameFeed
 from kvherd.ports.worker import Worker
@@ -59,6 +63,8 @@ def command(
         ),
     ] = True,
     engine_api_key: EngineKeyOption = None,
+    engine_ca: EngineCaOption = None,
+    engine_tls_name: EngineTlsNameOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON, for programs.")] = False,
 ) -> None:
     """Look at one server, and say what stands in the way of right KV routing and how to mend it.
@@ -70,9 +76,9 @@ def command(
     option that is wrong, 3 if the server cannot be reached.
     """
     complaint = _complaint(url, events, replay, tokenizer, bind=bind_events, requests=requests)
-    key = engine_key(engine_api_key)
+    key, tls = engine_key(engine_api_key), engine_tls(url, engine_ca, engine_tls_name)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        diagnosis = runner.run(_examined(complaint, key))
+        diagnosis = runner.run(_examined(complaint, key, tls))
     if as_json:
         print(json.dumps(diagnosis.as_json(), indent=2))
     else:
@@ -88,7 +94,7 @@ def _complaint(
     url: str, events: str | None, replay: str | None, tokenizer: Path | None, *, bind: bool, requests: bool
 ) -> Complaint:
     """Raises `OptionInvalid`."""
-    if url.startswith("grpc:"):
+    if url.startswith(("grpc:", "grpcs:")):
         grpc_address(url, option="URL")
     else:
         try:
@@ -97,7 +103,7 @@ def _complaint(
             raise OptionInvalid("URL", error.problem) from None
     if events is None and (replay or bind):
         raise OptionInvalid("--replay" if replay else "--bind-events", "says nothing without --events")
-    if events is not None and events.startswith("grpc:"):
+    if events is not None and events.startswith(("grpc:", "grpcs:")):
         grpc_address(events, option="--events")
         if replay or bind:
             raise OptionInvalid("--replay" if replay else "--bind-events", "is for an engine's own sockets only")
@@ -115,24 +121,34 @@ def _complaint(
     )
 
 
-async def _examined(complaint: Complaint, key: str | None) -> Diagnosis:
+async def _examined(complaint: Complaint, key: str | None, tls: ClientTls | None) -> Diagnosis:
     async with AsyncExitStack() as stack:
-        return await examine(complaint, _instruments(complaint.url, key, stack), nonce=secrets.token_hex(8))
+        return await examine(complaint, _instruments(complaint.url, key, tls, stack), nonce=secrets.token_hex(8))
 
 
-def _instruments(url: str, key: str | None, stack: AsyncExitStack) -> Instruments:
+def _instruments(url: str, key: str | None, tls: ClientTls | None, stack: AsyncExitStack) -> Instruments:
     name, door, methods = WorkerId(url), None, None
     worker: Worker
-    if url.startswith("grpc:"):
-        worker, methods = GrpcWorker(name), partial(engine_methods, url)
+    if url.startswith(GRPC):
+        worker, methods = GrpcWorker(name, tls=tls), partial(engine_methods, url, tls)
     else:
         address = http_address(url)
-        pool = pool_to(address, None)
+        pool = pool_to(address, tls)
         worker, door = HttpWorker(name, url, api_key=key, pool=pool), HttpAsker(name, address, pool, api_key=key)
     stack.push_async_callback(worker.close)
     return Instruments(
-        worker=worker, door=door, methods=methods, frames=_frames, feed=GrpcKvFeed, tokenizer=tokenizer_from
+        worker=worker,
+        door=door,
+        methods=methods,
+        frames=_frames,
+        feed=partial(_feed, tls=tls),
+        tokenizer=partial(tokenizer_from, tls=tls),
     )
+
+
+def _feed(url: str, *, tls: ClientTls | None) -> GrpcKvFeed:
+    address, secured = grpc_target(url)
+    return GrpcKvFeed(address, tls=(tls or trusting_this_machine()) if secured else None)
 
 
 def _frames(events: str, replay: str | None, ranks: int, bind: bool) -> Mapping[Rank, FrameFeed]:

@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Sequence
 from typing import Final, TypeVar
 
 from kvherd.core.errors import KvherdError, OptionInvalid, WorkerError, WorkerLocked
+from kvherd.core.fleet.spec import GRPC
 from kvherd.ports.completions import Tokenizer
 from kvherd.services.doctor import identity
 from kvherd.services.doctor.findings import Diagnosis, Finding, ok, problem, unknown
@@ -78,7 +79,7 @@ async def _events(chart: Chart, instruments: Instruments, sender: Sender | None)
     complaint = chart.complaint
     own = None if chart.over_http else complaint.url
     target = complaint.events or (None if chart.told.endpoint else chart.facts.events_url) or own
-    if target is not None and target.startswith("grpc://"):
+    if target is not None and target.startswith(GRPC):
         return await stream(chart, instruments, target, sender)
     return await sockets(chart, instruments, sender)
 

@@ -42,7 +42,8 @@ class Complaint:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Instruments:
     """`door` is of a server on HTTP, `methods` names the calls of one on gRPC. `frames` makes a reader for each rank
-    from the endpoints of rank 0 and may raise `OptionInvalid`; `feed` one for HOST:PORT; `tokenizer` as the gateway's.
+    from the endpoints of rank 0 and may raise `OptionInvalid`; `feed` one for a URL of
+    gRPC; `tokenizer` as the gateway's.
     """
 
     worker: Worker

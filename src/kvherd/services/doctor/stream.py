@@ -21,7 +21,7 @@ async def stream(chart: Chart, instruments: Instruments, target: str, sender: Se
     heard = Heard(sender)
     try:
         async with (
-            instruments.feed(target.removeprefix("grpc://")) as feed,
+            instruments.feed(target) as feed,
             aclosing(feed.subscribe({}, None)) as items,
         ):
             async with asyncio.timeout(ACCEPT_S):

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Final
 
 from kvherd.core.errors import CallerError, KvherdError, WorkerError, WorkerUnsupported
+from kvherd.core.fleet.spec import GRPC
 from kvherd.core.text.calls import ChatCall
 from kvherd.core.text.parity import PromptClass, first_difference, probes
 from kvherd.ports.completions import Tokenizer
@@ -23,7 +24,7 @@ async def tokenizer(chart: Chart, instruments: Instruments) -> tuple[Finding, To
     """Where the gateway would have the model's tokenizer from, and the tokenizer."""
     complaint = chart.complaint
     told = (complaint.tokenizer, complaint.events, chart.facts.events_url, complaint.url)
-    source = complaint.tokenizer or next((one for one in told if one and one.startswith("grpc://")), None)
+    source = complaint.tokenizer or next((one for one in told if one and one.startswith(GRPC)), None)
     if source is None:
         seen = "a server on HTTP hands out no tokenizer, and none was named"
         return problem("tokenizer", seen, f"{NAME_IT}: without it requests earn no credit"), None
