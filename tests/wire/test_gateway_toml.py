@@ -4,6 +4,7 @@ import pytest
 
 from kvherd.core.fleet.keyring import KeyLimits
 from kvherd.core.fleet.spec import ConfigInvalid, WorkerSpec
+from kvherd.core.routing.late import LateBounds
 from kvherd.wire.gateway_toml import GatewayFile, KeyEntry, decode_gateway_file
 
 WHOLE = b"""
@@ -77,6 +78,11 @@ def test_an_empty_file_says_nothing() -> None:
         ('[[keys]]\nname = "a"\nkey = "secret"', 3, "key: is unknown here; there are name, file, env"),
         ('[[keys]]\nname = "a"\nenv = "A"\n[[keys]]\nname = "a"\nenv = "B"', 5, "name: stands here a second time: 'a'"),
         ('[[keys]]\nname = "a"\nenv = "A"\nin_flight = 0', 4, "in_flight: must be 1 or more"),
+        ('[[keys]]\nname = "a"\nenv = "A"\nweight = 0', 4, "weight: must be 0.01 to 100"),
+        ("[late_binding]\nbacklog_s = -1", 2, "backlog_s: must be 0 to 3600"),
+        ("[late_binding]\nlongest_s = nan", 2, "longest_s: must be 0 to 3600"),
+        ("[late_binding]\nageing = 0", 2, "ageing: must be 0.001 to 1000"),
+        ("[late_binding]\nbound_s = 1", 2, "bound_s: is unknown here; there are backlog_s, longest_s, ageing"),
         ('[[keys]]\nname = "a"\nenv = "A"\nrequests_per_s = -1', 4, "requests_per_s: must be 0.001 or more"),
     ],
 )
@@ -95,3 +101,14 @@ def test_a_file_that_is_nested_without_end_is_refused() -> None:
 def test_bytes_that_are_no_text_are_refused_with_their_line() -> None:
     with pytest.raises(ConfigInvalid, match="line 2: is not UTF-8"):
         decode_gateway_file(b"models = []\nx = '\xff'", "f")
+
+
+def test_what_late_binding_leaves_out_is_as_by_default() -> None:
+    assert decode_gateway_file(b"", "herd.toml").late is None
+    assert decode_gateway_file(b"[late_binding]\nbacklog_s = 2", "herd.toml").late == LateBounds(backlog_s=2.0)
+    assert decode_gateway_file(b"[late_binding]", "herd.toml").late == LateBounds()
+
+
+def test_a_key_has_the_weight_that_is_told_or_one() -> None:
+    text = b'[[keys]]\nname = "a"\nenv = "A"\nweight = 2.5\n[[keys]]\nname = "b"\nenv = "B"'
+    assert [key.weight for key in decode_gateway_file(text, "herd.toml").keys] == [2.5, 1.0]

@@ -26,6 +26,8 @@ from kvherd.cli.gateway_client import AdminKeyOption
 from kvherd.cli.gateway_keys import DATA_KEY, AdminKeyFileOption, DataKeyOption, admin_key_given, secret_given
 from kvherd.cli.gateway_load import (
     FirstByteOption,
+    LateBindingOption,
+    MaxHoldOption,
     MaxRequestsOption,
     MaxWaitingOption,
     MaxWaitOption,
@@ -48,6 +50,7 @@ from kvherd.cli.ports import require_free
 from kvherd.cli.worker_words import worker_spec
 from kvherd.core.fleet.spec import GRPC
 from kvherd.core.ids import WorkerId
+from kvherd.core.routing.late import LateBounds
 from kvherd.core.routing.policy import POLICY_NAMES
 from kvherd.ports.completions import Tokenizer
 from kvherd.ports.kv_feed import EventSource, KvFeed
@@ -129,6 +132,8 @@ def command(
     max_requests: MaxRequestsOption = AdmissionBounds().running,
     max_waiting: MaxWaitingOption = AdmissionBounds().waiting,
     max_wait_s: MaxWaitOption = AdmissionBounds().longest_s,
+    late_binding_s: LateBindingOption = LateBounds().backlog_s,
+    max_hold_s: MaxHoldOption = LateBounds().longest_s,
     log_level: Annotated[LogLevel, typer.Option(help="Least level of the log, which goes to standard error.")] = (
         LogLevel.INFO
     ),
@@ -167,6 +172,7 @@ def command(
         fleet=FleetConfig(max_retry_s=max_retry_s),
         path=PathConfig(usage_sample=usage_sample, heal=heal, bounds=Bounds(first_byte_s=first_byte_timeout)),
         admission=AdmissionBounds(max_requests, max_waiting, max_wait_s),
+        late=LateBounds(late_binding_s, max_hold_s),
     )
     if host != "localhost" and not is_loopback(host) and not (gateway_config.data_key or config or tls_client_ca):
         log.warning("whoever reaches %s may send requests: give clients keys (--config, KVHERD_API_KEY)", host)

@@ -21,6 +21,18 @@ MaxWaitingOption = Annotated[
     int, typer.Option(min=0, help="Requests that may wait for their turn; what comes beyond is a 429.")
 ]
 MaxWaitOption = Annotated[float, typer.Option(min=0.1, help="Seconds that a request waits for its turn; then a 503.")]
+LateBindingOption = Annotated[
+    float,
+    typer.Option(
+        min=0.0,
+        max=3600.0,
+        help="While every worker has more seconds of prefill before it than this, requests wait in the gateway, the "
+        "shortest first, with the policies kv and prefix_tree; 0 holds none.",
+    ),
+]
+MaxHoldOption = Annotated[
+    float, typer.Option(min=0.0, max=3600.0, help="Seconds that a request is held so; then it is sent all the same.")
+]
 
 _ENOUGH = 1_048_576
 _YOUNG = 2_000

@@ -141,13 +141,17 @@ def _rounded(seconds: float | None) -> float | None:
     return None if seconds is None else round(seconds, 6)
 
 
-def explanation_header(explanation: Explanation) -> str:
-    """One line of ASCII JSON: the choice, the cheapest candidates with their costs, and who was ruled out."""
+def explanation_header(explanation: Explanation, held_s: float = 0.0) -> str:
+    """One line of ASCII JSON: the choice, the cheapest candidates with their costs, and who was ruled out.
+
+    `held_s` is how long the request waited before that for a worker to have room.
+    """
     cheapest = sorted(explanation.costed, key=lambda one: one.total_s)[:_MOST_EXPLAINED]
     value = {
         "policy": explanation.policy,
         "chosen": explanation.chosen.worker if explanation.chosen else None,
         "rank": explanation.chosen.rank if explanation.chosen else None,
+        "held_s": round(held_s, 6),
         "candidates": [
             {
                 **_candidate(one.candidate),

@@ -10,7 +10,10 @@ url = "http://10.0.0.7:8000"       # and events, replay, bind, tokenizer, labels
 
 [[keys]]
 name = "team-a"
-env = "TEAM_A_KEY"                 # or file = "/run/secrets/team-a"; and in_flight, requests_per_s
+env = "TEAM_A_KEY"                 # or file = "/run/secrets/team-a"; and in_flight, requests_per_s, weight
+
+[late_binding]
+backlog_s = 0.3                    # 0 holds no request; and longest_s, ageing
 """
 
 import re
@@ -24,11 +27,14 @@ import msgspec
 from kvherd.core.errors import OptionInvalid
 from kvherd.core.fleet.keyring import KeyLimits
 from kvherd.core.fleet.spec import ConfigInvalid, WorkerSpec, checked_labels, checked_weight, events_address
+from kvherd.core.routing.late import LateBounds
 
 _AT: Final = re.compile(r"\(at line (\d+), column \d+\)")
 _PLACE: Final = re.compile(r"^\$\.(\w+)(?:\[(\d+|\.\.\.)\])?(?:\.(\w+))?")
 _UNKNOWN: Final = re.compile(r"unknown field `(.+)`")
 _LEAST_RATE: Final = 0.001
+_LEAST_WEIGHT: Final = 0.01
+_LATE: Final = LateBounds()
 _MOST_BYTES: Final = 4 * 2**20
 
 
@@ -40,6 +46,7 @@ class KeyEntry:
     file: str | None = None
     env: str | None = None
     limits: KeyLimits = field(default_factory=KeyLimits)
+    weight: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +55,7 @@ class GatewayFile:
     aliases: Mapping[str, str] = field(default_factory=dict)
     models: tuple[str, ...] = ()
     keys: tuple[KeyEntry, ...] = ()
+    late: LateBounds | None = None
 
 
 class _Worker(msgspec.Struct, forbid_unknown_fields=True):
@@ -68,6 +76,13 @@ class _Key(msgspec.Struct, forbid_unknown_fields=True):
     env: str | None = None
     in_flight: int | None = None
     requests_per_s: float | None = None
+    weight: float = 1.0
+
+
+class _Late(msgspec.Struct, forbid_unknown_fields=True):
+    backlog_s: float = _LATE.backlog_s
+    longest_s: float = _LATE.longest_s
+    ageing: float = _LATE.ageing
 
 
 class _File(msgspec.Struct, forbid_unknown_fields=True):
@@ -75,6 +90,10 @@ class _File(msgspec.Struct, forbid_unknown_fields=True):
     aliases: dict[str, str] = {}
     models: list[str] = []
     keys: list[_Key] = []
+    late_binding: _Late | None = None
+
+
+_TABLES: Final = {"workers": _Worker, "keys": _Key, "late_binding": _Late}
 
 
 def decode_gateway_file(data: bytes, name: str) -> GatewayFile:
@@ -109,6 +128,7 @@ class _Reader:
             self._aliases(read.aliases),
             tuple(dict.fromkeys(read.models)),
             self._keys(read.keys),
+            self._late(read.late_binding),
         )
 
     def _workers(self, workers: list[_Worker]) -> tuple[WorkerSpec, ...]:
@@ -149,8 +169,21 @@ class _Reader:
             if key.requests_per_s is not None and not _LEAST_RATE <= key.requests_per_s < 1e9:
                 problem = f"requests_per_s: must be {_LEAST_RATE:g} or more"
                 raise self._wrong("keys", index, "requests_per_s", problem)
-            entries[key.name] = KeyEntry(key.name, key.file, key.env, KeyLimits(key.in_flight, key.requests_per_s))
+            if not _LEAST_WEIGHT <= key.weight <= 1 / _LEAST_WEIGHT:
+                problem = f"weight: must be {_LEAST_WEIGHT:g} to {1 / _LEAST_WEIGHT:g}"
+                raise self._wrong("keys", index, "weight", problem)
+            entries[key.name] = KeyEntry(
+                key.name, key.file, key.env, KeyLimits(key.in_flight, key.requests_per_s), key.weight
+            )
         return tuple(entries.values())
+
+    def _late(self, late: _Late | None) -> LateBounds | None:
+        if late is None:
+            return None
+        try:
+            return LateBounds(late.backlog_s, late.longest_s, late.ageing)
+        except OptionInvalid as error:
+            raise self._wrong("late_binding", None, error.option, str(error)) from None
 
     def _invalid(self, words: str) -> ConfigInvalid:
         """The library's words and path as a sentence and a line."""
@@ -158,7 +191,7 @@ class _Reader:
         unknown, place = _UNKNOWN.search(problem), _PLACE.match(path)
         table, index, key = place.groups() if place else (None, None, None)
         if unknown:
-            known = _Worker if table == "workers" else _Key if table == "keys" else _File
+            known = _TABLES.get(table or "", _File)
             problem = f"{unknown[1]}: is unknown here; there are {', '.join(known.__struct_fields__)}"
             key = unknown[1]
         else:

@@ -69,3 +69,12 @@ def test_keys_that_are_replaced_keep_what_is_under_way_by_name() -> None:
 def test_secrets_are_compared_by_digest() -> None:
     assert same_secret(b"s", key_digest("s"))
     assert not same_secret(b"", key_digest("s"))
+
+
+def test_a_key_weighs_what_it_was_given_for_as_long_as_it_is_valid() -> None:
+    keys = Keyring()
+    keys.replace([DataKey("ann", key_digest("a"), weight=3.0), DataKey("bob", key_digest("b"))])
+    assert [keys.weight(name) for name in ("ann", "bob", "nobody")] == [3.0, 1.0, 1.0]
+    keys.replace(iter([DataKey("bob", key_digest("b"), weight=0.5)]))
+    assert [keys.weight(name) for name in ("ann", "bob")] == [1.0, 0.5]
+    assert [account.name for account in keys.accounts] == ["bob"]

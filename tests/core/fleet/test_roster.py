@@ -1,5 +1,7 @@
+import pytest
+
 from kvherd.core.fleet.roster import Member, Roster, WorkerState
-from kvherd.core.ids import RequestId, WorkerId
+from kvherd.core.ids import Rank, RequestId, WorkerId
 from kvherd.core.routing.candidate import KvKnowledge
 
 
@@ -88,3 +90,54 @@ def test_what_one_worker_shows_is_usual_for_those_that_have_shown_nothing() -> N
     assert [one.rate.at(0.0) for one in (first, second, third)] == [8000.0] * 3
     roster.prefilled(second, 2000, 1.0, now_s=0.0)
     assert [one.rate.at(0.0) for one in (first, second, third)] == [8000.0, 2000.0, 5000.0]
+
+
+def busy(name: str, tokens: int, *, rate: float = 100.0, **known: object) -> Member:
+    one = member(name, **known)
+    one.rate.usual = rate  # and so it does not drift
+    one.rate.observe(1_000, 1_000 / rate, 0.0)
+    one.begin(RequestId(name), prompt_tokens=tokens, uncached_tokens=tokens, now_s=0.0)
+    return one
+
+
+def test_there_is_room_when_the_least_busy_worker_has_little_left() -> None:
+    roster = Roster()
+    roster.join(busy("http://a", 500))
+    roster.join(busy("http://b", 200))
+    assert roster.room_in_s("m", 0.5, 0.0) == pytest.approx(1.5)
+    assert roster.room_in_s("m", 0.5, 1.0) == pytest.approx(0.5)
+    assert roster.room_in_s("m", 0.5, 1.6) == 0.0
+    roster.join(member("http://c"))
+    assert roster.room_in_s("m", 0.5, 1.6) == 0.0
+
+
+def test_who_serves_another_model_or_takes_no_request_is_not_waited_for() -> None:
+    roster = Roster()
+    roster.join(busy("http://a", 500))
+    roster.join(member("http://b", draining=True))
+    other = member("http://c")
+    other.models = ("n",)
+    roster.join(other)
+    assert roster.room_in_s("m", 0.5, 0.0) == pytest.approx(4.5)
+    assert roster.room_in_s("x", 0.5, 0.0) == 0.0, "there is nobody to wait for"
+
+
+def test_of_a_worker_whose_rate_nobody_knows_a_backlog_says_nothing() -> None:
+    roster = Roster()
+    untaught = member("http://a")
+    untaught.begin(RequestId("r"), prompt_tokens=10**6, uncached_tokens=10**6, now_s=0.0)
+    roster.join(untaught)
+    assert roster.room_in_s("m", 0.5, 0.0) == 0.0
+    peer = member("http://b")
+    roster.join(peer)
+    peer.draining = True
+    roster.prefilled(peer, 500, 1.0, 0.0)
+    assert roster.room_in_s("m", 0.5, 0.0) > 0.0, "a peer has shown what is usual"
+
+
+def test_one_idle_rank_of_many_is_room() -> None:
+    one = busy("http://a", 500, ranks=2, addressable=True)
+    assert one.room_in_s(0.5, 0.0) == 0.0
+    for rank in (0, 1):
+        one.begin(RequestId(f"{rank}"), prompt_tokens=300, uncached_tokens=300, now_s=0.0, rank=Rank(rank))
+    assert one.room_in_s(0.5, 0.0) == pytest.approx(2.5)

@@ -49,6 +49,8 @@ class DataKey:
     name: str
     digest: bytes
     limits: KeyLimits = field(default_factory=KeyLimits)
+    weight: float = 1.0
+    """Where requests wait, a key has its turns in proportion to it."""
 
 
 @dataclass(slots=True)
@@ -95,6 +97,7 @@ class Keyring:
 
     def __init__(self) -> None:
         self._by_digest: dict[bytes, Account] = {}
+        self._weights: dict[str, float] = {}
 
     @property
     def open(self) -> bool:
@@ -106,12 +109,18 @@ class Keyring:
 
     def replace(self, keys: Iterable[DataKey]) -> None:
         """These keys and no others are valid from now on; requests under way end as they would."""
+        keys = list(keys)
+        self._weights = {key.name: key.weight for key in keys}
         known = {account.name: account for account in self._by_digest.values()}
         self._by_digest = {}
         for key in keys:
             account = known.get(key.name) or Account(key.name, key.limits)
             account.limits = key.limits
             self._by_digest[key.digest] = account
+
+    def weight(self, name: str) -> float:
+        """Of a key, by its name; that of one which is valid no longer is 1."""
+        return self._weights.get(name, 1.0)
 
     def account(self, authorization: bytes) -> Account:
         """Whose key this header holds. Raises `KeyUnknown`."""

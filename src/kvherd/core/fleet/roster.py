@@ -219,6 +219,17 @@ class Member:
         rate = self.rate.at(now_s)
         return max((one.seconds(rate=rate, now_s=now_s) for one in self.backlogs.values()), default=0.0)
 
+    def room_in_s(self, bound_s: float, now_s: float) -> float:
+        """Seconds until one of its targets has no more than `bound_s` of backlog, if nothing is sent there meanwhile.
+
+        Of a worker whose rate nobody knows a backlog says nothing: it has room.
+        """
+        if self.rate.unknown:
+            return 0.0
+        rate = self.rate.at(now_s)
+        least_s = min(self._backlog(target).seconds(rate=rate, now_s=now_s) for target in self.targets)
+        return max(0.0, least_s - bound_s)
+
     def begin(
         self, request: RequestId, *, prompt_tokens: int, uncached_tokens: int, now_s: float, rank: Rank | None = None
     ) -> float:
@@ -322,6 +333,14 @@ class Roster:
         """The models, of those expected, that no member would take a request for now."""
         able = {model for one in self._members.values() if not one.unavailable(now_s) for model in one.models}
         return tuple(model for model in self.expected() if model not in able)
+
+    def room_in_s(self, model: str, bound_s: float, now_s: float) -> float:
+        """Seconds until a worker for `model` has no more than `bound_s` of backlog, if nothing is sent meanwhile.
+
+        0 where there is room now, and where nobody takes requests: nobody is worth waiting for.
+        """
+        able = [one for one in self._members.values() if model in one.models and not one.unavailable(now_s)]
+        return min((one.room_in_s(bound_s, now_s) for one in able), default=0.0)
 
     def select(self, which: Callable[[Member], bool]) -> list[Member]:
         return [one for one in self._members.values() if which(one)]

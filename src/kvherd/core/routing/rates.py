@@ -3,6 +3,9 @@
 from dataclasses import dataclass
 from math import exp2
 
+UNTAUGHT = 1000.0
+"""Tokens a second of workers of which none has shown its rate: a guess."""
+
 
 @dataclass(slots=True)
 class PrefillRate:
@@ -13,13 +16,18 @@ class PrefillRate:
     fixed cost of an answer and not the rate, so fewer than `min_tokens` teach nothing.
     """
 
-    usual: float = 1000.0
+    usual: float = UNTAUGHT
     smoothing: float = 0.3
     min_tokens: int = 64
     half_life_s: float = 120.0
     learned: float = 0.0
     observations: int = 0
     _at_s: float = 0.0
+
+    @property
+    def unknown(self) -> bool:
+        """Nothing was learned of it, nor of any of its peers."""
+        return self.observations == 0 and self.usual == UNTAUGHT
 
     def at(self, now_s: float) -> float:
         """The estimate for now."""

@@ -92,6 +92,7 @@ class AccessLog:
             "completion_tokens": usage.completion_tokens if usage else None,
             "predicted_cached_tokens": turn.predicted,
             "cached_tokens": usage.cached_tokens if usage else None,
+            "held_s": _rounded(turn.held_s),
             "ttft_s": _rounded(ttft_s),
             "itl_s": _rounded(itl_s),
             "seconds": _rounded(seconds),

@@ -39,6 +39,7 @@ from kvherd.services.gateway.audit import Audit, reported_cached
 from kvherd.services.gateway.credit import Credit, Match
 from kvherd.services.gateway.fleet import Fleet
 from kvherd.services.gateway.heal import FullReports, HealMode, Incomplete
+from kvherd.services.gateway.late_binding import LateBinding
 from kvherd.services.gateway.metrics import GatewayMetrics
 from kvherd.services.gateway.parity import counted
 from kvherd.services.gateway.patience import Bounds, Patience, deadline_s
@@ -88,10 +89,12 @@ class DataPath:
         incomplete: Incomplete = lambda _: False,
         config: PathConfig | None = None,
         access: AccessLog | None = None,
+        late: LateBinding | None = None,
         dice: Callable[[], float] = random.random,
     ) -> None:
         self._fleet = fleet
         self._policy = policy
+        self._late = late if policy.remembers_prompts else None
         self._credit = credit
         self._metrics = metrics
         self._audit = audit
@@ -151,6 +154,9 @@ class DataPath:
         self._budget.earn()
         while True:
             explanation, matches = self._choose(turn)
+            if self._late is not None and self._late.must_wait(turn, explanation):
+                await self._late.wait(turn, explanation)
+                explanation, matches = self._choose(turn)
             member = self._fleet.roster.get(explanation.chosen.worker) if explanation.chosen else None
             if member is None:
                 raise self._nobody(turn, explanation)
@@ -204,7 +210,7 @@ class DataPath:
         if turn.predicted is not None:
             turn.headers["x-kvherd-predicted-cached-tokens"] = str(turn.predicted)
         if turn.explain:
-            turn.headers["x-kvherd-explain"] = explanation_header(explanation)
+            turn.headers["x-kvherd-explain"] = explanation_header(explanation, turn.held_s)
 
     async def _forward(self, turn: Turn, member: Member) -> None:
         """One try at one worker. Raises its `WorkerError`; the worker's health learns from it."""
@@ -244,6 +250,8 @@ class DataPath:
             self._fleet.request_ended(member, turn.request)
             if self._policy.remembers_prompts:
                 self._credit.ended(turn.request)
+            if self._late is not None:
+                self._late.look()
 
     def _learn_of_failure(self, member: Member, error: KvherdError | None) -> None:
         if isinstance(error, WorkerError) and not isinstance(error, WorkerRefused | WorkerUnsupported):
@@ -269,6 +277,8 @@ class DataPath:
         def first_token() -> None:
             turn.first_token_at_s = self._now_s()
             member.answered(turn.request, now_s=turn.first_token_at_s)
+            if self._late is not None:
+                self._late.look()
 
         def usage(told: Usage) -> None:
             turn.usage = told

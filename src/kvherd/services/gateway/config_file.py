@@ -91,7 +91,7 @@ class ConfigFile:
             raise ConfigInvalid(str(self.path), 0, f"cannot be read: {error.strerror}") from None
         told = decode_gateway_file(data, str(self.path))
         self._secrets = tuple(Path(key.file) for key in told.keys if key.file)
-        keys = [DataKey(key.name, key_digest(self._secret(key)), key.limits) for key in told.keys]
+        keys = [DataKey(key.name, key_digest(self._secret(key)), key.limits, key.weight) for key in told.keys]
         twice = {key.digest for key in keys if sum(key.digest == one.digest for one in keys) > 1}
         if twice:
             names = ", ".join(key.name for key in keys if key.digest in twice)

@@ -15,6 +15,7 @@ from kvherd.core.fleet.spec import WorkerSpec
 from kvherd.core.ids import WorkerId
 from kvherd.core.kv.hashing import PrefixHasher
 from kvherd.core.kv.index import PrefixIndex
+from kvherd.core.routing.late import LateBounds
 from kvherd.core.routing.policy import Weights, make_policy
 from kvherd.ports.tls import Renewed, ServerTls
 from kvherd.services.gateway.access import AccessLog, Write
@@ -32,6 +33,7 @@ from kvherd.services.gateway.follow import Followers
 from kvherd.services.gateway.grpc import GatewayGrpc
 from kvherd.services.gateway.heal import HealMode, IdleFlushes
 from kvherd.services.gateway.keyed import KeyedPath
+from kvherd.services.gateway.late_binding import LateBinding
 from kvherd.services.gateway.metrics import GatewayMetrics
 from kvherd.services.gateway.relay.edge import RelayLimits
 from kvherd.services.gateway.relay.server import RelayServer
@@ -60,6 +62,7 @@ class GatewayConfig:
     path: PathConfig = field(default_factory=PathConfig)
     limits: RelayLimits = field(default_factory=RelayLimits)
     admission: AdmissionBounds = field(default_factory=AdmissionBounds)
+    late: LateBounds = field(default_factory=LateBounds)
 
 
 class Gateway:
@@ -151,7 +154,9 @@ class Gateway:
         )
         metrics.watch(fleet.roster, followers.view, asyncio.get_running_loop().time)
         metrics.watch_keys(keyring)
-        admission = Admission(config.admission)
+        admission = Admission(config.admission, weight_of=keyring.weight)
+        clock = asyncio.get_running_loop().time
+        late = LateBinding(admission, fleet.roster, clock, config.late, held=metrics.held)
         metrics.watch_admission(admission)
         if self._tls is not None:
             metrics.watch_certificate(self._tls)
@@ -166,6 +171,7 @@ class Gateway:
             incomplete=followers.incomplete,
             config=config.path,
             access=access,
+            late=late,
         )
         app = build_app(console, policy=config.policy)
         certificates = CertificateWatch(
@@ -175,7 +181,7 @@ class Gateway:
             period_s=config.certificates_period_s,
         )
         await stack.enter_async_context(certificates)
-        console.config = file = await self._staff(stack, fleet, keyring)
+        console.config = file = await self._staff(stack, fleet, keyring, late)
         if file is not None:
             metrics.watch_config(lambda: file.problem)
         if config.path.heal is HealMode.FLUSH:
@@ -192,7 +198,9 @@ class Gateway:
         )
         self._relay = await stack.enter_async_context(relay)
 
-    async def _staff(self, stack: AsyncExitStack, fleet: Fleet, keyring: Keyring) -> ConfigFile | None:
+    async def _staff(
+        self, stack: AsyncExitStack, fleet: Fleet, keyring: Keyring, late: LateBinding
+    ) -> ConfigFile | None:
         """Take in the workers, names and keys that were written down. Raises `OptionInvalid` or `ConfigInvalid`."""
         config = self._config
         own = [DataKey("environment", key_digest(config.data_key))] if config.data_key else []
@@ -209,6 +217,7 @@ class Gateway:
             staffing.want("file", told.workers)
             fleet.roster.aliases, fleet.roster.required = told.aliases, told.models
             keyring.replace([*own, *keys])
+            late.bounds = told.late or config.late
 
         return await stack.enter_async_context(ConfigFile(config.config_file, apply, config.environment))
 

@@ -29,6 +29,8 @@ class Admitting(Protocol):
     def running(self) -> int: ...
     @property
     def waiting(self) -> int: ...
+    @property
+    def held(self) -> int: ...
 
 
 class GatewayMetrics:
@@ -89,6 +91,13 @@ class GatewayMetrics:
             buckets=_ITL_BUCKETS_S,
             registry=self._registry,
         )
+        self._held_s = Histogram(
+            "kvherd_gateway_held_seconds",
+            "How long requests waited for a worker to have room, of those that did",
+            ["model"],
+            buckets=_TTFT_BUCKETS_S,
+            registry=self._registry,
+        )
         self._spent = lru_cache(_REMEMBERED)(self._tokens.labels)
         self._flushes = self._counter("flushes", "Outcomes of ordered flushes", "outcome")
         self._verdicts = self._counter("predictions", "Predictions of cached tokens, by what answers said", "verdict")
@@ -103,6 +112,9 @@ class GatewayMetrics:
         self._count(worker, model, outcome).inc()
         if ttft_s is not None:
             self._time(worker).observe(ttft_s)
+
+    def held(self, model: str, seconds: float) -> None:
+        self._held_s.labels(model).observe(seconds)
 
     def refused(self, code: str) -> None:
         self._refused.labels(code).inc()
@@ -149,6 +161,10 @@ class GatewayMetrics:
         running.set_function(lambda: admission.running)
         waiting = Gauge("kvherd_gateway_waiting_requests", "Requests that wait for their turn", registry=self._registry)
         waiting.set_function(lambda: admission.waiting)
+        held = Gauge(
+            "kvherd_gateway_held_requests", "Requests that wait for a worker to have room", registry=self._registry
+        )
+        held.set_function(lambda: admission.held)
 
     def watch_keys(self, keyring: Keyring) -> None:
         """Show what every data key uses whenever the metrics are read."""

@@ -70,6 +70,8 @@ class Turn:
     trial: Trial | None = None
     sampled: bool = False
     """The gateway asks for the usage, and the client does not."""
+    held_s: float = 0.0
+    """How long it waited for a worker to have room."""
     sent_at_s: float = 0.0
     uncached: int = 0
     ahead_tokens: float = 0.0
