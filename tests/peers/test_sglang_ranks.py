@@ -15,23 +15,23 @@ from kvherd.testing.stock_ranks import StockTalks
 pytestmark = [pytest.mark.peers, pytest.mark.timeout(600)]
 
 
-class TestSglangRanks(StockTalks):
+@pytest.fixture(scope="class")
+def server(request: pytest.FixtureRequest) -> Iterator[StockServer]:
+    talks: type[SglangTalks] = request.cls
+    port = free_ports((0, 1, 2, 3, 4))
+    events, replay = f"tcp://127.0.0.1:{port + 1}", f"tcp://127.0.0.1:{port + 3}"
+    with running(sglang(port, events=events, replay=replay, ranks=talks.ranks, page_size=talks.page_size)) as one:
+        yield one
+
+
+class SglangTalks(StockTalks):
+    page_size = 16
+
+
+class TestSglangRanks(SglangTalks):
     ranks = 2
 
-    @pytest.fixture(scope="class")
-    def server(self) -> Iterator[StockServer]:
-        port = free_ports((0, 1, 2, 3, 4))
-        events, replay = f"tcp://127.0.0.1:{port + 1}", f"tcp://127.0.0.1:{port + 3}"
-        with running(sglang(port, events=events, replay=replay, ranks=2)) as one:
-            yield one
 
-
-class TestSglangOneTokenPages(StockTalks):
+class TestSglangOneTokenPages(SglangTalks):
+    page_size = 1
     block = 16
-
-    @pytest.fixture(scope="class")
-    def server(self) -> Iterator[StockServer]:
-        port = free_ports((0, 1, 2))
-        events, replay = f"tcp://127.0.0.1:{port + 1}", f"tcp://127.0.0.1:{port + 2}"
-        with running(sglang(port, events=events, replay=replay, page_size=1)) as one:
-            yield one
