@@ -5,6 +5,7 @@ from contextlib import ExitStack
 
 import pytest
 
+from kvherd.testing.doors import Door, open_door
 from kvherd.testing.herds import HerdProcess, Start, begin_herd
 from kvherd.testing.processes import KvherdProcess
 
@@ -23,3 +24,10 @@ def herd() -> Iterator[HerdProcess]:
         herd = begin_herd(lambda *words: stack.enter_context(KvherdProcess(*words)))
         herd.process.wait_for(lambda: herd.is_up, what="the herd is up")
         yield herd
+
+
+@pytest.fixture(scope="module", params=["grpc", "http"])
+def door(request: pytest.FixtureRequest) -> Iterator[Door]:
+    """A gateway over one engine, in turn of either kind."""
+    with open_door(request.param) as door:
+        yield door

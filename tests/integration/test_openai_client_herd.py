@@ -1,45 +1,17 @@
 """The unmodified OpenAI client through a real gateway, over a worker of either kind."""
 
-import json
 import uuid
-from collections.abc import Iterator
-from contextlib import ExitStack
-from dataclasses import dataclass
 
 import openai
 import pytest
 from openai.types.chat import ChatCompletionMessageParam
 
-from kvherd.testing.herds import EngineProcess, begin_engine, begin_gateway, get
-from kvherd.testing.processes import KvherdProcess, wait_until
+from kvherd.testing.doors import Door
+from kvherd.testing.processes import wait_until
 
 pytestmark = pytest.mark.engine
 
 GOES_ON = {"ignore_eos": True}  # a random model may well begin with the end
-
-
-@dataclass(frozen=True)
-class Door:
-    client: openai.OpenAI
-    engine: EngineProcess
-
-    def running(self) -> int:
-        loads = json.loads(get(f"{self.engine.url}/get_loads")[1])["loads"]
-        return sum(load["num_running_reqs"] + load["num_waiting_reqs"] for load in loads)
-
-
-@pytest.fixture(scope="module", params=["grpc", "http"])
-def door(request: pytest.FixtureRequest) -> Iterator[Door]:
-    with ExitStack() as stack:
-
-        def start(*words: str) -> KvherdProcess:
-            return stack.enter_context(KvherdProcess(*words))
-
-        engine = begin_engine(start)
-        gateway = begin_gateway(start, engine.grpc_url if request.param == "grpc" else engine.http_worker, up=1)
-        base_url = f"{gateway.url}/v1"
-        client = stack.enter_context(openai.OpenAI(base_url=base_url, api_key="none", max_retries=0, timeout=20))
-        yield Door(client, engine)
 
 
 def chat(text: str = "") -> list[ChatCompletionMessageParam]:

@@ -269,7 +269,7 @@ async def test_text_and_chats_are_tokenized_as_they_would_be_computed(doors: Ope
         back = (await at.http.post("/detokenize", json={"tokens": [97, 98, 99]})).json()
     assert plain == {"count": 3, "max_model_len": 1024, "tokens": [97, 98, 99]}
     assert chatted["tokens"] == RENDERED
-    assert back == {"prompt": "abc"}
+    assert back == {"prompt": "abc", "text": "abc"}
 
 
 async def test_a_long_text_is_tokenized_and_computed_like_a_short_one(doors: Opened) -> None:

@@ -133,7 +133,8 @@ class HttpDoor:
         strange = next((token for token in token_ids if token >= vocab_size), None)
         if strange is not None:
             raise FieldInvalid("tokens", f"token {strange} is not in the vocabulary of {vocab_size}")
-        return json_answer({"prompt": self._tokenizer.decode(token_ids, skip_special_tokens=False)})
+        text = self._tokenizer.decode(token_ids, skip_special_tokens=False)
+        return json_answer({"prompt": text, "text": text})  # as vLLM has it, and as SGLang
 
     # --- what it is and how it does ------------------------------------------------
 
