@@ -14,8 +14,8 @@ class LateBounds:
     """
 
     backlog_s: float = 0.3
-    longest_s: float = 10.0
-    ageing: float = 1.0
+    longest_s: float = 30.0
+    ageing: float = 0.5
 
     def __post_init__(self) -> None:
         for name, least, most in (("backlog_s", 0.0, 3600.0), ("longest_s", 0.0, 3600.0), ("ageing", 0.001, 1000.0)):
