@@ -5,16 +5,17 @@ BIN := $(VENV)/bin
 SMG := .venv-smg
 VLLM := .venv-vllm
 SGLANG := .venv-sglang
+ROUTERS := .venv-routers
 STOCK_MODEL := build/stock-model
 STAMP := $(VENV)/.installed
 LOCKS := locks/requirements.lock locks/model.lock
 PIP := $(BIN)/python -m pip --disable-pip-version-check $(if $(CI),-q)
 
 .DEFAULT_GOAL := help
-.PHONY: help up setup test test-soak test-smg test-vllm test-sglang conform check fix types contracts bench lock clean
+.PHONY: help up setup test test-soak test-smg test-vllm test-sglang conform check fix types contracts bench bench-gateway lock clean
 
 help: ## Show this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' Makefile
 
 up: $(STAMP) ## Run a herd on this machine: two engines and a gateway (ARGS='--help' shows the options)
 	@exec $(BIN)/kvherd up $(ARGS)
@@ -56,13 +57,18 @@ contracts: $(STAMP) ## The layers of the architecture, by import-linter
 bench: $(STAMP) $(VENV)/.bench ## Measure; prints ratios, writes bench/out (ARGS='relay' for one)
 	$(BIN)/python -m bench $(ARGS)
 
+bench-gateway: $(STAMP) $(VENV)/.bench ## What the gateway costs beside nginx and three routers, as a table and a plot (ARGS=--quick)
+	@$(MAKE) -k $(SMG)/.installed $(ROUTERS)/.installed || echo "a peer cannot be installed: the table will name it" >&2
+	$(BIN)/python bench/gateway.py $(ARGS)
+
 lock: $(STAMP) ## Resolve the dependencies again (needs uv) and write locks/
 	uv pip compile $(LOCK_FLAGS) pyproject.toml --extra engine --extra dev -o locks/requirements.lock
 	uv pip compile $(LOCK_FLAGS) -c locks/requirements.lock pyproject.toml --extra engine --extra bench -o locks/bench.lock
 	echo smg==1.13.0 | uv pip compile $(LOCK_FLAGS) - -o locks/smg.lock
+	printf 'vllm-router==0.1.17\nsglang-router==0.3.2\n' | uv pip compile $(LOCK_FLAGS) - -o locks/routers.lock
 
 clean: ## Remove the environment and every cache
-	rm -rf $(VENV) $(SMG) $(VLLM) $(SGLANG) build src/*.egg-info .mypy_cache .ruff_cache .import_linter_cache .hypothesis bench/out
+	rm -rf $(VENV) $(SMG) $(VLLM) $(SGLANG) $(ROUTERS) build src/*.egg-info .mypy_cache .ruff_cache .import_linter_cache .hypothesis bench/out
 	find src tests bench -name __pycache__ -type d -prune -exec rm -rf {} +
 
 LOCK_FLAGS := -q --universal --generate-hashes --no-emit-index-url --no-annotate --no-header --python-version 3.11 --upgrade
@@ -83,9 +89,9 @@ $(VENV)/.bench: $(STAMP) locks/bench.lock
 	$(PIP) install --require-hashes -r locks/bench.lock
 	@touch $@
 
-$(SMG)/.installed: $(STAMP) locks/smg.lock
-	$(PYTHON) -m venv --clear $(SMG)
-	$(SMG)/bin/python -m pip --disable-pip-version-check $(if $(CI),-q) install --require-hashes -r locks/smg.lock
+$(SMG)/.installed $(ROUTERS)/.installed: .venv-%/.installed: locks/%.lock | $(STAMP)
+	$(PYTHON) -m venv --clear .venv-$*
+	.venv-$*/bin/python -m pip --disable-pip-version-check $(if $(CI),-q) install --require-hashes -r $<
 	@touch $@
 
 # Everything that is needed is in the lock: resolving anew would bring packages that want CUDA.

@@ -44,22 +44,26 @@ def process(arguments: list[str], *, core: int, stdout: int = subprocess.DEVNULL
             child.stdout.close()
 
 
+def nginx_conf(folder: Path, port: int, ports: list[int], *, processes: int = 1) -> str:
+    engines = " ".join(f"server 127.0.0.1:{engine};" for engine in ports)
+    return (
+        f"worker_processes {processes}; daemon off; pid {folder}/pid; error_log {folder}/error.log;\n"
+        f"events {{ worker_connections 4096; }}\nhttp {{ access_log off; keepalive_requests 1000000000;\n"
+        f"client_body_temp_path {folder}/b; proxy_temp_path {folder}/p; fastcgi_temp_path {folder}/f;\n"
+        f"uwsgi_temp_path {folder}/u; scgi_temp_path {folder}/s; client_body_buffer_size 64k;\n"
+        f"upstream engines {{ {engines} keepalive 1024; keepalive_requests 1000000000; }}\n"
+        f"server {{ listen 127.0.0.1:{port}; location / {{ proxy_pass http://engines; proxy_http_version 1.1;\n"
+        f'proxy_set_header Connection ""; proxy_buffering off; }} }} }}\n'
+    )
+
+
 @contextmanager
 def nginx(ports: list[int]) -> Iterator[tuple[int, int]]:
     """(pid, port) of an nginx with one worker process."""
     port = free_port()
-    engines = " ".join(f"server 127.0.0.1:{engine};" for engine in ports)
     with tempfile.TemporaryDirectory() as folder:
         conf = Path(folder, "nginx.conf")
-        conf.write_text(
-            f"worker_processes 1; daemon off; pid {folder}/pid; error_log {folder}/error.log;\n"
-            f"events {{ worker_connections 1024; }}\nhttp {{ access_log off; keepalive_requests 1000000000;\n"
-            f"client_body_temp_path {folder}/b; proxy_temp_path {folder}/p; fastcgi_temp_path {folder}/f;\n"
-            f"uwsgi_temp_path {folder}/u; scgi_temp_path {folder}/s; client_body_buffer_size 64k;\n"
-            f"upstream engines {{ {engines} keepalive 128; keepalive_requests 1000000000; }}\n"
-            f"server {{ listen 127.0.0.1:{port}; location / {{ proxy_pass http://engines; proxy_http_version 1.1;\n"
-            f'proxy_set_header Connection ""; proxy_buffering off; }} }} }}\n'
-        )
+        conf.write_text(nginx_conf(Path(folder), port, ports))
         with process(["nginx", "-p", folder, "-c", str(conf)], core=0) as child:
             wait_for_port(port)
             yield child.pid, port
