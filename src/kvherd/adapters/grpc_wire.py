@@ -16,6 +16,7 @@ from typing import Final, Protocol, cast
 
 import hpack
 
+from kvherd.adapters.tls import why_untrusted
 from kvherd.core.errors import FrameInvalid
 from kvherd.wire import http2
 
@@ -137,6 +138,11 @@ class GrpcWire(asyncio.Protocol):
             self._transport.write(http2.frame(http2.RST_STREAM, stream.number, code))
             self._leave_if_empty()
 
+    def leave(self) -> None:
+        """Take no new call; close when those under way have ended."""
+        self._leaving = True
+        self._leave_if_empty()
+
     def close(self) -> None:
         self._leaving = True
         self._fail_all("UNAVAILABLE", "the connection was closed here")
@@ -154,7 +160,8 @@ class GrpcWire(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._lost = True
-        self._fail_all("UNAVAILABLE", f"the connection was lost{f': {exc}' if exc else ''}")
+        why = f": {why_untrusted(exc)}" if isinstance(exc, OSError) else ""
+        self._fail_all("UNAVAILABLE", f"the connection was lost{why}")
 
     def data_received(self, data: bytes) -> None:
         if self._rest:

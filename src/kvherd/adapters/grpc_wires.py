@@ -7,17 +7,23 @@ from collections.abc import Iterable
 from typing import Final
 
 from kvherd.adapters.grpc_wire import GrpcWire, Receiver, WireStream
+from kvherd.adapters.tls import HTTP_2, ClientTls, connected, why_untrusted
 
 CONNECT_S: Final = 5.0
 
 
 class GrpcWires:
-    """The connections to one engine: one, unless it bounds the calls of each. Raises nothing that is not documented."""
+    """The connections to one engine: one, unless it bounds the calls of each. Raises nothing that is not documented.
 
-    def __init__(self, host: str, port: int, *, tls: ssl.SSLContext | None = None, most: int = 64) -> None:
+    With `tls` over TLS. Once something of it was renewed, calls go over new connections, and those under way end where
+    they are.
+    """
+
+    def __init__(self, host: str, port: int, *, tls: ClientTls | None = None, most: int = 64) -> None:
         self._host = host
         self._port = port
         self._tls = tls
+        self._secured_by: ssl.SSLContext | None = None
         self._most = most
         self._wires: list[GrpcWire] = []
         self._connecting = asyncio.Lock()
@@ -27,8 +33,15 @@ class GrpcWires:
         self, path: str, data: bytes, receiver: Receiver, metadata: Iterable[tuple[str, str]] = ()
     ) -> WireStream:
         """Raises `OSError` if nobody can be reached, with the reason."""
+        if self._tls is not None and self._secured_by is not self._tls.context(HTTP_2):
+            self._retire()
         wire = self._usable() or await self._connected()
         return wire.call(path, data, receiver, metadata)
+
+    async def warm(self) -> None:
+        """Connect, so that the first call does not wait for it. Raises `OSError`."""
+        if self._usable() is None:
+            await self._connected()
 
     def close(self) -> None:
         """End every call as UNAVAILABLE."""
@@ -36,6 +49,12 @@ class GrpcWires:
         for wire in self._wires:
             wire.close()
         self._wires.clear()
+
+    def _retire(self) -> None:
+        assert self._tls is not None
+        self._secured_by = self._tls.context(HTTP_2)
+        for wire in self._wires:
+            wire.leave()
 
     def _usable(self) -> GrpcWire | None:
         return next((wire for wire in self._wires if wire.usable), None)
@@ -60,11 +79,17 @@ class GrpcWires:
         loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(CONNECT_S):
-                _, wire = await loop.create_connection(
-                    lambda: GrpcWire(authority, scheme=scheme), self._host, self._port, ssl=self._tls
+                return await connected(
+                    loop,
+                    lambda: GrpcWire(authority, scheme=scheme),
+                    self._host,
+                    self._port,
+                    self._tls,
+                    protocol=HTTP_2,
                 )
         except TimeoutError:
             raise OSError(f"no connection within {CONNECT_S:g} s") from None
+        except ssl.SSLError as error:
+            raise OSError(why_untrusted(error)) from None
         except OSError as error:
             raise OSError(os.strerror(error.errno).lower() if error.errno else str(error)) from error
-        return wire

@@ -1,6 +1,7 @@
 """A worker that speaks an engine protocol on gRPC: SGLang's in full, of others what needs no tokens."""
 
 import asyncio
+import contextlib
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -15,7 +16,7 @@ from kvherd.adapters.grpc_sidecar import GrpcSidecar, beside
 from kvherd.adapters.grpc_tokenizer import tokenizer_over
 from kvherd.adapters.grpc_wires import GrpcWires
 from kvherd.adapters.http_url import http_address
-from kvherd.adapters.tls import ClientTls
+from kvherd.adapters.tls import ClientTls, trusting_this_machine
 from kvherd.core.errors import FieldInvalid, WorkerFailed, WorkerRefused, WorkerUnreachable, WorkerUnsupported
 from kvherd.core.ids import Rank, WorkerId
 from kvherd.ports.worker import (
@@ -54,7 +55,7 @@ class GrpcWorker:
         self._tls = tls
         self._channel = open_channel(target or worker, tls, api_key=api_key)
         self._target = target or worker
-        self._wires = _wires(self._target)
+        self._wires = _wires(self._target, tls)
         self._sidecar = GrpcSidecar(worker, beside(self._target), tls)
         self._former_sidecars: list[GrpcSidecar] = []
         self._dialect = SGLANG
@@ -70,6 +71,9 @@ class GrpcWorker:
         facts, traits = await self._facts()
         if traits is not None:
             tokenizer = await tokenizer_over(self._channel, self._id)
+            if self._wires is not None:
+                with contextlib.suppress(OSError):  # a request will say so, and be tried elsewhere
+                    await self._wires.warm()
             self._generations = GrpcGenerations(self._id, self._channel, tokenizer, traits, wires=self._wires)
         return facts
 
@@ -247,11 +251,13 @@ class GrpcWorker:
         )
 
 
-def _wires(target: str) -> GrpcWires | None:
-    """Connections for generations; none over TLS, where grpc's own channel serves."""
+def _wires(target: str, tls: ClientTls | None) -> GrpcWires | None:
+    """Connections for generations; none to what is no host and port, where grpc's own channel serves."""
     address, secured = grpc_target(target)
     host, _, port = address.rpartition(":")
-    return None if secured or not port.isdigit() else GrpcWires(host.strip("[]"), int(port))
+    if not port.isdigit():
+        return None
+    return GrpcWires(host.strip("[]"), int(port), tls=(tls or trusting_this_machine()) if secured else None)
 
 
 def _start_profile(fields: Mapping[str, object], why: str) -> common_pb2.StartProfileRequest:

@@ -10,6 +10,7 @@ from typing import NamedTuple, Protocol, cast
 
 import httptools
 
+from kvherd.adapters.tls import why_untrusted
 from kvherd.wire.http_heads import KnownHead
 
 _SETTLE_BYTES = 64 * 1024
@@ -256,7 +257,7 @@ class UpstreamConnection(asyncio.Protocol):
                 self._finish(True)
             else:
                 when = "in the middle of its answer" if self._begun else "before it answered"
-                why = f" ({exc})" if exc is not None else ""
+                why = f" ({why_untrusted(exc) if isinstance(exc, OSError) else exc})" if exc is not None else ""
                 stale = self._used and not self._begun
                 self._finish(UpstreamBroken(f"it closed the connection {when}{why}", stale=stale))
         self._gone(self)

@@ -4,11 +4,12 @@ import asyncio
 import logging
 import ssl
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any, Final, TypeVar
+from urllib.parse import urlsplit
 
 import grpc
 
@@ -19,6 +20,21 @@ log = logging.getLogger(__name__)
 
 DAY_S: Final = 86_400.0
 _WARNS_S: Final = 14 * DAY_S
+_FAREWELL_S: Final = 2.0
+"""Servers of grpc answer no goodbye of TLS; waiting for one longer would only keep the connection."""
+_MOST_PEERS: Final = 4096
+HTTP_1: Final = "http/1.1"
+HTTP_2: Final = "h2"
+
+_REFUSALS: Final = {
+    "alert_certificate_required": "it wants a certificate from us, and was shown none",
+    "alert_certificate_expired": "it refuses our certificate: it has expired",
+    "alert_certificate_revoked": "it refuses our certificate: it was revoked",
+    "alert_unknown_ca": "it refuses our certificate: it does not know who signed it",
+    "alert_certificate_unknown": "it refuses our certificate",
+    "alert_bad_certificate": "it refuses our certificate",
+}
+"""What the other side's alerts mean to people, by how OpenSSL calls them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +174,7 @@ class FileServerTls:
 
     def _made(self) -> ssl.SSLContext:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        context.set_alpn_protocols(["http/1.1"])
+        context.set_alpn_protocols([HTTP_1])
         self._files.load(context)
         if self._files.files.authorities is not None:
             context.verify_mode = ssl.CERT_REQUIRED
@@ -173,15 +189,40 @@ class FileServerTls:
 
 
 class ClientTls:
-    """TLS to workers, over HTTP and gRPC. Raises `OptionInvalid` for files that cannot be used."""
+    """Implements `ports.tls.WorkerTls`, over HTTP and gRPC. Raises `OptionInvalid` for files that cannot be used."""
 
     def __init__(self, files: TlsFiles, options: TlsOptions) -> None:
         self._files = _Files(files, options)
+        self._contexts: dict[str, ssl.SSLContext] = {}
+        self._credentials: grpc.ChannelCredentials | None = None
+        self._peers: dict[tuple[str, int], float] = {}
         self._take()
 
     @property
     def server_name(self) -> str | None:
         return self._files.files.server_name
+
+    @property
+    def expires_at_s(self) -> float | None:
+        """When our own certificate expires, in seconds since 1970; None without one."""
+        return self._held.expires.timestamp() if self._held.expires else None
+
+    def peer_expires_at_s(self, url: str) -> float | None:
+        """As `ports.tls.WorkerTls.peer_expires_at_s`."""
+        parts = urlsplit(url)
+        return self._peers.get((parts.hostname or "", parts.port or 443))
+
+    def saw(self, host: str, port: int, certificate: Mapping[str, Any]) -> None:
+        """What a server showed, which was found good."""
+        peer, told = (host.lower(), port), str(certificate.get("notAfter", ""))
+        expires_at_s = float(ssl.cert_time_to_seconds(told)) if told else 0.0
+        left_s = expires_at_s - time.time()
+        if left_s < _WARNS_S and self._peers.get(peer) != expires_at_s:
+            log.warning("the certificate of %s:%d expires in %.1f days", host, port, left_s / DAY_S)
+        self._peers.pop(peer, None)
+        self._peers[peer] = expires_at_s
+        if len(self._peers) > _MOST_PEERS:
+            del self._peers[next(iter(self._peers))]
 
     def refresh(self) -> bool:
         """As `ports.tls.Renewed.refresh`; connections that are made from now on use what is new."""
@@ -194,20 +235,46 @@ class ClientTls:
             return False
         return True
 
+    def context(self, protocol: str) -> ssl.SSLContext:
+        """For connections that speak this protocol, as ALPN names it. Another one once something was renewed."""
+        context = self._contexts.get(protocol)
+        if context is None:
+            context = self._contexts[protocol] = self._made(protocol)
+        return context
+
     def grpc_channel(
         self, target: str, options: list[tuple[str, str | int]], interceptors: list[Any] | None = None
     ) -> grpc.aio.Channel:
         """A channel to HOST:PORT; to be closed by the caller."""
         named = [("grpc.ssl_target_name_override", self.server_name)] if self.server_name else []
-        return grpc.aio.secure_channel(target, self.credentials, options=[*options, *named], interceptors=interceptors)
+        options = [*options, *named]
+        return grpc.aio.secure_channel(target, self._grpc_credentials(), options=options, interceptors=interceptors)
 
     def _take(self) -> None:
         held = self._files.read()
-        context = ssl.create_default_context() if held.authorities is None else ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-        context.set_alpn_protocols(["http/1.1"])
+        # Files are loaded now, while they are known to be whole; who trusts this machine mostly never needs a context.
+        named = self._files.files.certificate or self._files.files.authorities
+        contexts = {protocol: self._made(protocol) for protocol in (HTTP_1, HTTP_2)} if named else {}
+        self._held, self._contexts, self._credentials = held, contexts, None
+
+    def _made(self, protocol: str) -> ssl.SSLContext:
+        trusts_machine = self._files.files.authorities is None
+        context = ssl.create_default_context() if trusts_machine else ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        context.set_alpn_protocols([protocol])
         self._files.load(context)
-        self.context = context
-        self.credentials = grpc.ssl_channel_credentials(held.authorities, held.key or None, held.certificate or None)
+        return context
+
+    def _grpc_credentials(self) -> grpc.ChannelCredentials:
+        if self._credentials is None:
+            held = self._held
+            authorities = held.authorities or _authorities_of(self.context(HTTP_2))
+            self._credentials = grpc.ssl_channel_credentials(authorities, held.key or None, held.certificate or None)
+        return self._credentials
+
+
+def _authorities_of(context: ssl.SSLContext) -> bytes | None:
+    """Whom this machine trusts: grpc would take a list of its own."""
+    return "".join(map(ssl.DER_cert_to_PEM_cert, context.get_ca_certs(binary_form=True))).encode() or None
 
 
 def trusting_this_machine() -> ClientTls:
@@ -219,15 +286,34 @@ _Made = TypeVar("_Made", bound=asyncio.Protocol)
 
 
 async def connected(
-    loop: asyncio.AbstractEventLoop, make: Callable[[], _Made], host: str, port: int, tls: ClientTls | None
+    loop: asyncio.AbstractEventLoop,
+    make: Callable[[], _Made],
+    host: str,
+    port: int,
+    tls: ClientTls | None,
+    *,
+    protocol: str = HTTP_1,
 ) -> _Made:
-    """A protocol of the event loop's, connected. Raises `OSError`, which `why_untrusted` explains."""
+    """A protocol of the event loop's, connected. Raises `OSError`, which `why_untrusted` explains.
+
+    A server that does not say over TLS that it speaks HTTP/2 is not spoken to in it.
+    """
     if tls is None:
         _, made = await loop.create_connection(make, host, port)
-    else:
-        _, made = await loop.create_connection(
-            make, host, port, ssl=tls.context, server_hostname=tls.server_name or host
-        )
+        return made
+    transport, made = await loop.create_connection(
+        make,
+        host,
+        port,
+        ssl=tls.context(protocol),
+        server_hostname=tls.server_name or host,
+        ssl_shutdown_timeout=_FAREWELL_S,
+    )
+    session = transport.get_extra_info("ssl_object")
+    tls.saw(host, port, session.getpeercert() or {})
+    if protocol == HTTP_2 and session.selected_alpn_protocol() != HTTP_2:
+        transport.abort()
+        raise OSError("it does not speak HTTP/2 over TLS (no h2 in ALPN), which gRPC needs")
     return made
 
 
@@ -236,7 +322,9 @@ def why_untrusted(error: OSError) -> str:
     if isinstance(error, ssl.SSLCertVerificationError):
         return f"its certificate is not trusted: {error.verify_message.rstrip('.')}"
     if isinstance(error, ssl.SSLError):
-        return f"TLS with it failed: {(error.reason or str(error)).lower().replace('_', ' ')}"
+        reason = (error.reason or str(error)).lower()
+        refusal = next((words for alert, words in _REFUSALS.items() if alert in reason), None)
+        return refusal or f"TLS with it failed: {reason.replace('_', ' ')}"
     return error.strerror or str(error)
 
 

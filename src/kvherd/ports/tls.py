@@ -15,6 +15,19 @@ class Renewed(Protocol):
         ...
 
 
+class WorkerTls(Renewed, Protocol):
+    """TLS to workers."""
+
+    @property
+    def expires_at_s(self) -> float | None:
+        """When the certificate that workers are shown expires, in seconds since 1970; None without one."""
+        ...
+
+    def peer_expires_at_s(self, url: str) -> float | None:
+        """The same of the certificate that the worker at this URL showed last; None if it showed none yet."""
+        ...
+
+
 class ServerTls(Renewed, Protocol):
     """Connections that are open keep the certificate they began with; new ones get the newest."""
 

@@ -20,7 +20,9 @@ class FakeGrpcEngine(grpc.GenericRpcHandler):  # type: ignore[misc] # grpc has n
     sends 64 KiB messages for ever, `Deaf` reads nothing; `calls[NAME]` answers further names.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, credentials: grpc.ServerCredentials | None = None) -> None:
+        """With `credentials` over TLS."""
+        self._credentials = credentials
         self.port = 0
         self.seen: list[tuple[str, Metadata, float | None]] = []
         self.ended: list[str] = []
@@ -37,7 +39,11 @@ class FakeGrpcEngine(grpc.GenericRpcHandler):  # type: ignore[misc] # grpc has n
     async def __aenter__(self) -> Self:
         self._server = grpc.aio.server(options=_OPTIONS)
         self._server.add_generic_rpc_handlers((self,))
-        self.port = self._server.add_insecure_port(f"127.0.0.1:{self.port}")
+        address = f"127.0.0.1:{self.port}"
+        if self._credentials is None:
+            self.port = self._server.add_insecure_port(address)
+        else:
+            self.port = self._server.add_secure_port(address, self._credentials)
         await self._server.start()
         return self
 

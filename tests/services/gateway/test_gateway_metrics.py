@@ -24,6 +24,9 @@ DOCS = Path(__file__).parents[3] / "docs"
 class Certificate:
     expires_at_s = 1.0
 
+    def peer_expires_at_s(self, url: str) -> float | None:
+        return 2.0
+
 
 def whole() -> GatewayMetrics:
     """As a gateway has them that was given everything."""
@@ -32,6 +35,7 @@ def whole() -> GatewayMetrics:
     metrics.watch_keys(Keyring())
     metrics.watch_admission(Admission())
     metrics.watch_certificate(Certificate())  # type: ignore[arg-type]
+    metrics.watch_worker_certificates(Certificate(), Roster())  # type: ignore[arg-type]
     metrics.watch_config(lambda: "")
     return metrics
 

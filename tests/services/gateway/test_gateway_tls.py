@@ -1,10 +1,13 @@
 """A gateway that speaks TLS to its clients and to its workers, over real sockets."""
 
 import asyncio
+import re
 import ssl
+import time
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 
 import grpc
@@ -25,6 +28,7 @@ from kvherd.ports.worker import Worker
 from kvherd.services.gateway.gateway import Gateway, GatewayConfig
 from kvherd.testing.certificates import DAY, Authority, IssuedFiles
 from kvherd.testing.kv_feeds import OpenFeed
+from kvherd.testing.patience import until
 from kvherd.testing.sglang_engine import EngineScript, ScriptedSglang, serving
 from kvherd.testing.tokenizer import ByteTokenizer
 from kvherd.testing.workers import FakeWorker
@@ -219,6 +223,26 @@ async def test_an_expired_certificate_of_a_worker_is_named_as_the_reason(tmp_pat
 
 
 @pytest.mark.parametrize("scheme", ["https", "grpcs"])
+async def test_a_certificate_of_ours_that_expired_is_named_where_workers_refuse_it(
+    tmp_path: Path, scheme: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    authority = Authority()
+    theirs, soon = authority.issue(tmp_path, "worker"), authority.issue(tmp_path, "soon", ends=timedelta(seconds=2))
+    async with AsyncExitStack() as stack:
+        engine = https_worker(theirs, clients=theirs) if scheme == "https" else grpcs_worker(theirs, asks=True)
+        port = await stack.enter_async_context(engine)
+        tls = to_workers(theirs, soon)
+        await until(lambda: time.time() > (tls.expires_at_s or 0.0), within_s=PATIENCE_S)
+        spec = WorkerSpec(f"{scheme}://127.0.0.1:{port}")
+        it = await stack.enter_async_context(running(spec, worker_tls=tls))
+        told = await state_of_only_worker(it.gateway, until="expired")
+        assert told["reason"].endswith("; the certificate that it is shown has expired")
+        await until(lambda: "the certificate that workers are shown has expired" in caplog.text, within_s=PATIENCE_S)
+        authority.issue(tmp_path, "soon")
+        await state_of_only_worker(it.gateway, until="up")
+
+
+@pytest.mark.parametrize("scheme", ["https", "grpcs"])
 async def test_whom_to_trust_may_change_while_a_gateway_runs(tmp_path: Path, scheme: str) -> None:
     theirs = Authority().issue(under(tmp_path, "a"), "worker")
     trusted = Authority("another").issue(under(tmp_path, "b"), "other")
@@ -232,18 +256,28 @@ async def test_whom_to_trust_may_change_while_a_gateway_runs(tmp_path: Path, sch
         async with httpx.AsyncClient(timeout=PATIENCE_S) as client:
             url, model = f"http://127.0.0.1:{it.gateway.port}/v1/completions", "m" if scheme == "https" else "herd"
             answer = await client.post(url, json={"model": model, "prompt": "hi", "max_tokens": 4})
-    assert answer.status_code == 200, answer.text
+        assert answer.status_code == 200, answer.text
+        (told,) = (await ask_models(it.gateway)).json()["workers"]
+        assert abs(told["certificate_expires_s"] - time.time() - DAY.total_seconds()) < 3600
+        text = (await get_metrics(it.gateway)).text
+        assert re.search(r'kvherd_worker_certificate_expires_seconds\{worker="\w+://127.0.0.1:\d+"\} 1\.', text)
+
+
+async def get_metrics(it: Gateway) -> httpx.Response:
+    async with httpx.AsyncClient(timeout=PATIENCE_S) as client:
+        return await client.get(f"http://127.0.0.1:{it.port}/metrics")
 
 
 @asynccontextmanager
-async def https_worker(files: IssuedFiles) -> AsyncIterator[int]:
-    async with running(WorkerSpec("http://fake:1"), tls=own(files)) as behind:
+async def https_worker(files: IssuedFiles, clients: IssuedFiles | None = None) -> AsyncIterator[int]:
+    async with running(WorkerSpec("http://fake:1"), tls=own(files, clients=clients)) as behind:
         yield behind.gateway.port
 
 
 @asynccontextmanager
-async def grpcs_worker(files: IssuedFiles) -> AsyncIterator[int]:
+async def grpcs_worker(files: IssuedFiles, *, asks: bool = False) -> AsyncIterator[int]:
     script = EngineScript(tokenizer_zip=load_tokenizer(locate("tiny")).artifact_zip())
-    credentials = grpc.ssl_server_credentials([(files.key.read_bytes(), files.certificate.read_bytes())])
+    pairs, authority = [(files.key.read_bytes(), files.certificate.read_bytes())], files.authority.read_bytes()
+    credentials = grpc.ssl_server_credentials(pairs, authority if asks else None, asks)
     async with serving(ScriptedSglang(script), credentials=credentials) as target:
         yield int(target.rpartition(":")[2])

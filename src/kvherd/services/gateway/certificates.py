@@ -7,7 +7,8 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Final, Self
 
-from kvherd.ports.tls import Renewed, ServerTls
+from kvherd.core.ids import WorkerId
+from kvherd.ports.tls import ServerTls, WorkerTls
 
 log = logging.getLogger(__name__)
 
@@ -21,7 +22,7 @@ class CertificateWatch:
         self,
         *,
         own: ServerTls | None,
-        workers: Renewed | None,
+        workers: WorkerTls | None,
         workers_renewed: Callable[[], None],
         period_s: float,
     ) -> None:
@@ -29,7 +30,7 @@ class CertificateWatch:
         self._workers = workers
         self._workers_renewed = workers_renewed
         self._period_s = period_s
-        self._reminded_s = 0.0
+        self._reminded_s: dict[str, float] = {}
         self._group = asyncio.TaskGroup()
 
     async def __aenter__(self) -> Self:
@@ -54,12 +55,28 @@ class CertificateWatch:
     async def _look(self) -> None:
         if self._own is not None:
             await asyncio.to_thread(self._own.refresh)
-            self._remind(self._own.expires_at_s)
-        if self._workers is not None and await asyncio.to_thread(self._workers.refresh):
-            self._workers_renewed()
+            self._remind("this gateway's certificate has expired, and clients refuse it", self._own.expires_at_s)
+        if self._workers is not None:
+            if await asyncio.to_thread(self._workers.refresh):
+                self._workers_renewed()
+            self._remind("the certificate that workers are shown has expired", self._workers.expires_at_s)
 
-    def _remind(self, expires_at_s: float) -> None:
+    def _remind(self, what: str, expires_at_s: float | None) -> None:
         now_s = time.time()
-        if now_s > expires_at_s and now_s - self._reminded_s > _REMIND_S:
-            self._reminded_s = now_s
-            log.error("this gateway's certificate has expired, and clients refuse it: put a new one in its place")
+        if expires_at_s is not None and now_s > expires_at_s and now_s - self._reminded_s.get(what, 0.0) > _REMIND_S:
+            self._reminded_s[what] = now_s
+            log.error("%s: put a new one in its place", what)
+
+
+def remark_on_expiry(tls: WorkerTls | None) -> Callable[[WorkerId], str]:
+    """What is to be said of a worker that failed, where the reason may be here: servers that refuse an expired
+    certificate mostly just close the connection.
+    """
+
+    def remark(worker: WorkerId) -> str:
+        expires_at_s = tls.expires_at_s if tls is not None else None
+        if expires_at_s is None or time.time() < expires_at_s or not worker.startswith(("https://", "grpcs://")):
+            return ""
+        return "; the certificate that it is shown has expired"
+
+    return remark

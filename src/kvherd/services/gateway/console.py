@@ -12,6 +12,7 @@ from kvherd.core.fleet.keyring import Keyring, key_digest, same_secret
 from kvherd.core.fleet.roster import Member
 from kvherd.core.fleet.spec import WorkerChange, WorkerSpec
 from kvherd.core.ids import WorkerId
+from kvherd.ports.tls import WorkerTls
 from kvherd.services.gateway.config_file import ConfigFile
 from kvherd.services.gateway.fleet import Fleet
 from kvherd.services.gateway.metrics import GatewayMetrics
@@ -36,11 +37,13 @@ class Console:
         metrics: GatewayMetrics,
         admin_key: str | None = None,
         keyring: Keyring | None = None,
+        tls: WorkerTls | None = None,
     ) -> None:
         self.fleet = fleet
         self.metrics = metrics
         self.kv = kv
         self._flushed = flushed
+        self._tls = tls
         self.config: ConfigFile | None = None
         self._keyring = keyring or Keyring()
         self._admin_key = key_digest(admin_key) if admin_key else None
@@ -115,7 +118,8 @@ class Console:
         return {**self.entry(member, now_s), "under_way": under_way(member, now_s)}
 
     def entry(self, member: Member, now_s: float) -> Json:
-        return worker_entry(member, self.kv(member.worker), now_s)
+        expires_at_s = self._tls.peer_expires_at_s(member.worker) if self._tls is not None else None
+        return {**worker_entry(member, self.kv(member.worker), now_s), "certificate_expires_s": expires_at_s}
 
     def audit(self) -> Json:
         return audit_report(Audited(member, self.kv(member.worker)) for member in self.fleet.roster)

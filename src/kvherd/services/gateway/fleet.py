@@ -45,7 +45,9 @@ class Fleet:
         config: FleetConfig | None = None,
         on_restart: Callable[[WorkerId], None] = lambda _: None,
         dice: Callable[[], float] = random.random,
+        remark: Callable[[WorkerId], str] = lambda _: "",
     ) -> None:
+        """`remark` says of a worker that failed what is wrong on this side, if anything is."""
         self.roster = Roster()
         self._config = config or FleetConfig()
         self._worker_factory = worker_factory
@@ -54,6 +56,7 @@ class Fleet:
         self._following = following
         self._on_restart = on_restart
         self._dice = dice
+        self._remark = remark
         self._workers: dict[WorkerId, Worker] = {}
         self._tending: dict[WorkerId, asyncio.Task[None]] = {}
         self._wakes: dict[WorkerId, asyncio.Event] = {}
@@ -204,7 +207,7 @@ class Fleet:
         """A request there failed: a passive sign. The worker is probed at once to be sure."""
         member.failures_total += 1
         member.breaker.failed(self._now_s(), self._dice())
-        member.health.failed(_why(error))
+        member.health.failed(self._why(error))
         if member.worker in self._wakes:
             self._wakes[member.worker].set()
 
@@ -248,7 +251,7 @@ class Fleet:
             member.problem = f"gave no answer within {self._config.detect_deadline_s:g} s"
             return False
         except WorkerError as error:
-            member.problem = _why(error)
+            member.problem = self._why(error)
             return False
         self._enrol(member, facts)
         return True
@@ -320,9 +323,9 @@ class Fleet:
             # Some engines answer a probe between two steps only: under load, requests tell of life sooner.
             if isinstance(before, Down) or member.answered_at_s < began_s:
                 late = WorkerTimedOut(member.worker, self._config.probe_deadline_s)
-                member.health.failed(_why(late))
+                member.health.failed(self._why(late))
         except WorkerError as error:
-            member.health.failed(_why(error), certain=isinstance(error, WorkerUnreachable))
+            member.health.failed(self._why(error), certain=isinstance(error, WorkerUnreachable))
         else:
             if isinstance(before, Down):
                 if not await self._detect(member, worker):
@@ -370,13 +373,12 @@ class Fleet:
         log.info("worker %s left%s", worker, "" if drained else "; its requests were cut off")
         return drained
 
+    def _why(self, error: WorkerError) -> str:
+        """The error's sentence without the worker's name, which stands beside it wherever it is shown."""
+        return str(error).removeprefix(f"{error.worker} ") + self._remark(error.worker)
+
     def _now_s(self) -> float:
         return self._clock()
-
-
-def _why(error: WorkerError) -> str:
-    """The error's sentence without the worker's name, which stands beside it wherever it is shown."""
-    return str(error).removeprefix(f"{error.worker} ")
 
 
 def _log_change(member: Member, *, was_up: bool) -> None:

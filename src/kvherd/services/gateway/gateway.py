@@ -17,12 +17,12 @@ from kvherd.core.kv.hashing import PrefixHasher
 from kvherd.core.kv.index import PrefixIndex
 from kvherd.core.routing.late import LateBounds
 from kvherd.core.routing.policy import Weights, make_policy
-from kvherd.ports.tls import Renewed, ServerTls
+from kvherd.ports.tls import ServerTls, WorkerTls
 from kvherd.services.gateway.access import AccessLog, Write
 from kvherd.services.gateway.admin import build_app
 from kvherd.services.gateway.admission import Admission, AdmissionBounds, AdmittedPath
 from kvherd.services.gateway.audit import Audit
-from kvherd.services.gateway.certificates import CertificateWatch
+from kvherd.services.gateway.certificates import CertificateWatch, remark_on_expiry
 from kvherd.services.gateway.chat import DataPath, PathConfig
 from kvherd.services.gateway.config_file import ConfigFile
 from kvherd.services.gateway.console import Console
@@ -83,7 +83,7 @@ class Gateway:
         followers: Callable[[PrefixIndex], Followers] = Followers,
         resolve: Resolve = resolve_host,
         tls: ServerTls | None = None,
-        worker_tls: Renewed | None = None,
+        worker_tls: WorkerTls | None = None,
         write_access: Write | None = None,
     ) -> None:
         self._config = config
@@ -136,6 +136,7 @@ class Gateway:
                 following=followers,
                 config=config.fleet,
                 on_restart=credit.cleared,
+                remark=remark_on_expiry(self._worker_tls),
             )
         )
 
@@ -151,6 +152,7 @@ class Gateway:
             metrics=metrics,
             admin_key=config.admin_key,
             keyring=keyring,
+            tls=self._worker_tls,
         )
         metrics.watch(fleet.roster, followers.view, asyncio.get_running_loop().time)
         metrics.watch_keys(keyring)
@@ -160,6 +162,8 @@ class Gateway:
         metrics.watch_admission(admission)
         if self._tls is not None:
             metrics.watch_certificate(self._tls)
+        if self._worker_tls is not None:
+            metrics.watch_worker_certificates(self._worker_tls, fleet.roster)
         audit = Audit(followers, metrics)
         access = AccessLog(metrics, self._write_access)
         path = DataPath(
@@ -195,6 +199,7 @@ class Gateway:
             port=config.port,
             limits=config.limits,
             tls=self._tls.context if self._tls else None,
+            tls_refused=metrics.tls_refused,
         )
         self._relay = await stack.enter_async_context(relay)
 

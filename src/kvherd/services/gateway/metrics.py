@@ -4,7 +4,14 @@ from collections.abc import Callable, Iterable
 from functools import lru_cache
 from typing import Protocol
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    disable_created_metrics,
+    generate_latest,
+)
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -14,7 +21,8 @@ from kvherd.core.fleet.roster import Member, Roster, WorkerState
 from kvherd.core.fleet.truth import Verdict
 from kvherd.core.ids import WorkerId
 from kvherd.ports.completions import Usage
-from kvherd.ports.tls import ServerTls
+from kvherd.ports.tls import ServerTls, WorkerTls
+from kvherd.services.gateway.relay.handshake import REASONS
 from kvherd.wire.fleet_json import KvView
 
 _ITL_BUCKETS_S = (0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 5.0)
@@ -38,6 +46,7 @@ class GatewayMetrics:
 
     def __init__(self) -> None:
         self._registry = CollectorRegistry()
+        disable_created_metrics()  # type: ignore[no-untyped-call] # a second series for each counter, which nobody asks for
         self._requests = Counter(
             "kvherd_gateway_requests",
             "Requests of the data path, by what became of them",
@@ -99,6 +108,9 @@ class GatewayMetrics:
             registry=self._registry,
         )
         self._spent = lru_cache(_REMEMBERED)(self._tokens.labels)
+        self._tls_refusals = Counter(
+            "kvherd_gateway_tls_refusals", "TLS handshakes of clients that failed", ["reason"], registry=self._registry
+        )
         self._flushes = self._counter("flushes", "Outcomes of ordered flushes", "outcome")
         self._verdicts = self._counter("predictions", "Predictions of cached tokens, by what answers said", "verdict")
         self._samples = self._counter("usage_samples", "Streams asked for their usage on the gateway's own account")
@@ -173,6 +185,15 @@ class GatewayMetrics:
     def watch_certificate(self, tls: ServerTls) -> None:
         gauge = Gauge("kvherd_gateway_certificate_expires_seconds", "Since 1970", registry=self._registry)
         gauge.set_function(lambda: tls.expires_at_s)
+        for reason in REASONS:
+            self._tls_refusals.labels(reason)
+
+    def watch_worker_certificates(self, tls: WorkerTls, roster: Roster) -> None:
+        """Show when the certificates of workers expire, and the one that they are shown."""
+        self._registry.register(_WorkerCertificates(tls, roster))
+
+    def tls_refused(self, reason: str) -> None:
+        self._tls_refusals.labels(reason).inc()
 
     def watch_config(self, problem: Callable[[], str]) -> None:
         gauge = Gauge("kvherd_gateway_config_problem", "1 if the file is wrong as it stands", registry=self._registry)
@@ -181,6 +202,27 @@ class GatewayMetrics:
     def text(self) -> bytes:
         """The exposition format of Prometheus."""
         return generate_latest(self._registry)
+
+
+class _WorkerCertificates(Collector):
+    def __init__(self, tls: WorkerTls, roster: Roster) -> None:
+        self._tls = tls
+        self._roster = roster
+
+    def describe(self) -> Iterable[Metric]:
+        return ()
+
+    def collect(self) -> Iterable[Metric]:
+        shown = GaugeMetricFamily("kvherd_gateway_worker_certificate_expires_seconds", "Shown to workers, since 1970")
+        if self._tls.expires_at_s is not None:
+            shown.add_metric([], self._tls.expires_at_s)
+        theirs = GaugeMetricFamily("kvherd_worker_certificate_expires_seconds", "Since 1970", labels=["worker"])
+        for member in self._roster:
+            expires_at_s = self._tls.peer_expires_at_s(member.worker)
+            if expires_at_s is not None:
+                theirs.add_metric([member.worker], expires_at_s)
+        yield shown
+        yield theirs
 
 
 class _KeyCollector(Collector):

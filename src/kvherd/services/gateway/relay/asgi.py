@@ -10,7 +10,14 @@ Wait = Callable[[], Awaitable[None]]
 
 
 async def answer_with_app(
-    app: AsgiApp, request: DataRequest, responder: ConnectionResponder, *, http10: bool, server: str, gone: Wait
+    app: AsgiApp,
+    request: DataRequest,
+    responder: ConnectionResponder,
+    *,
+    http10: bool,
+    secured: bool,
+    server: str,
+    gone: Wait,
 ) -> None:
     """Run the application for one request. `gone` waits until the client has left.
 
@@ -38,16 +45,16 @@ async def answer_with_app(
         else:
             responder.end()
 
-    await app(_scope(request, http10=http10, server=server), receive, send)
+    await app(_scope(request, http10=http10, secured=secured, server=server), receive, send)
 
 
-def _scope(request: DataRequest, *, http10: bool, server: str) -> Message:
+def _scope(request: DataRequest, *, http10: bool, secured: bool, server: str) -> Message:
     return {
         "type": "http",
         "asgi": {"version": "3.0", "spec_version": "2.3"},
         "http_version": "1.0" if http10 else "1.1",
         "method": request.method,
-        "scheme": "http",
+        "scheme": "https" if secured else "http",
         "path": unquote(request.path),
         "raw_path": request.path.encode("latin-1"),
         "query_string": request.query.encode("latin-1"),

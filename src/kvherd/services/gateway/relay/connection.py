@@ -62,6 +62,7 @@ class Connection(asyncio.Protocol):
         "_read_s",
         "_reading",
         "_responder",
+        "_secured",
         "_server",
         "_stage",
         "_stage_since_s",
@@ -74,8 +75,9 @@ class Connection(asyncio.Protocol):
     transport: asyncio.Transport
     _parser: RequestParser
 
-    def __init__(self, premises: Premises) -> None:
+    def __init__(self, premises: Premises, *, secured: bool = False) -> None:
         self._premises = premises
+        self._secured = secured
         self._stage = _IDLE
         self._stage_since_s = self._read_s = premises.now_s
         self._stalled_since_s: float | None = None
@@ -97,7 +99,7 @@ class Connection(asyncio.Protocol):
         premises = self._premises
         self._peer = _address(self.transport, "peername")
         self._server = _address(self.transport, "sockname")
-        self._parser = RequestParser(premises.limits, self._peer)
+        self._parser = RequestParser(premises.limits, self._peer, secured=self._secured)
         self.transport.set_write_buffer_limits(high=premises.limits.write_buffer_bytes)
         if len(premises.connections) >= premises.limits.connections:
             self._parser.refuse(GatewayFull(premises.limits.connections))
@@ -126,7 +128,7 @@ class Connection(asyncio.Protocol):
         """One that only finished sending gets its answers; one that closed looks the same until it is written to."""
         self._parser.finish()
         waits_for_answers = self._busy or self._parser.ready
-        if not waits_for_answers or self._ends_at_s is not None or self.transport.get_extra_info("sslcontext"):
+        if not waits_for_answers or self._ends_at_s is not None or self._secured:
             self._leave()
             return False
         self._reading = True  # there is nothing to resume
@@ -247,9 +249,14 @@ class Connection(asyncio.Protocol):
         else:
             self._in_app = True
             try:
-                http10 = incoming.http10
                 await answer_with_app(
-                    premises.app, request, responder, http10=http10, server=self._server, gone=self._wait_until_gone
+                    premises.app,
+                    request,
+                    responder,
+                    http10=incoming.http10,
+                    secured=self._secured,
+                    server=self._server,
+                    gone=self._wait_until_gone,
                 )
             finally:
                 self._in_app = False

@@ -25,10 +25,14 @@ def identify(headers: Headers, *, named: bool, traced: bool) -> RequestId:
     return RequestId(name.decode("latin-1"))
 
 
-def forwarded(peer: str) -> tuple[tuple[bytes, bytes], ...]:
-    """Who is asking, for the worker's log, behind whatever the client itself said: the last line is the one we saw."""
+def forwarded(peer: str, *, secured: bool = False) -> tuple[tuple[bytes, bytes], ...]:
+    """Who is asking, for the worker's log, behind whatever the client itself said: the last line is the one we saw.
+
+    `secured`: over TLS.
+    """
+    how = b";proto=https" if secured else b""
     host = peer.rpartition(":")[0].strip("[]").encode("ascii", "replace")
     if not host or host == b"unix":
-        return ((b"forwarded", b"for=unknown"),)
+        return ((b"forwarded", b"for=unknown" + how),)
     node = b'"[%b]"' % host if b":" in host else host
-    return ((b"forwarded", b"for=" + node), (b"x-forwarded-for", host))
+    return ((b"forwarded", b"for=" + node + how), (b"x-forwarded-for", host))

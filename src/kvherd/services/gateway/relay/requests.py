@@ -103,10 +103,10 @@ class RequestParser:
         "wants_continue",
     )
 
-    def __init__(self, limits: RelayLimits, peer: str) -> None:
+    def __init__(self, limits: RelayLimits, peer: str, *, secured: bool = False) -> None:
         self._limits = limits
         self._peer = peer
-        self._forwarded = forwarded(peer)
+        self._forwarded = forwarded(peer, secured=secured)
         self._parser = httptools.HttpRequestParser(self)
         self.ready: deque[Incoming | Refusal] = deque()
         self.ended = False

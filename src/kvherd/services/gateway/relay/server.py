@@ -5,6 +5,7 @@ import errno
 import resource
 import socket
 import ssl
+from collections.abc import Callable
 from dataclasses import replace
 from types import TracebackType
 from typing import Self
@@ -12,6 +13,7 @@ from typing import Self
 from kvherd.core.errors import OptionInvalid, PortInUse
 from kvherd.services.gateway.relay.connection import Connection, Premises
 from kvherd.services.gateway.relay.edge import AsgiApp, DataHandler, RelayLimits
+from kvherd.services.gateway.relay.handshake import Handshakes
 
 _BACKLOG = 2048
 _FAREWELL_S = 1.0
@@ -45,6 +47,7 @@ class RelayServer:
         port: int = 0,
         limits: RelayLimits | None = None,
         tls: ssl.SSLContext | None = None,
+        tls_refused: Callable[[str], None] = lambda _: None,
         port_option: str = "--port",
         host_option: str = "--host",
     ) -> None:
@@ -54,6 +57,8 @@ class RelayServer:
         self._port = port
         self._limits = _within_descriptors(limits or RelayLimits())
         self._tls = tls
+        self._tls_refused = tls_refused
+        self._handshakes: Handshakes | None = None
         self._port_option = port_option
         self._host_option = host_option
         self._group = asyncio.TaskGroup()
@@ -75,13 +80,7 @@ class RelayServer:
         self._premises = premises
         await self._group.__aenter__()
         try:
-            self._server = await loop.create_server(
-                lambda: Connection(premises),
-                sock=listener,
-                backlog=_BACKLOG,
-                ssl=self._tls,
-                ssl_handshake_timeout=self._limits.head_s if self._tls else None,
-            )
+            self._server = await loop.create_server(self._door(premises), sock=listener, backlog=_BACKLOG)
         except BaseException:
             listener.close()
             await self._group.__aexit__(None, None, None)
@@ -100,10 +99,22 @@ class RelayServer:
             self._ticking.cancel()
             await self._group.__aexit__(None, None, None)
 
+    def _door(self, premises: Premises) -> Callable[[], asyncio.Protocol]:
+        """What takes a new connection."""
+        if self._tls is None:
+            return lambda: Connection(premises)
+        limits = self._limits
+        handshakes = self._handshakes = Handshakes(
+            self._tls, self._group, at_most=limits.connections, within_s=limits.head_s, refused=self._tls_refused
+        )
+        return lambda: handshakes.first(lambda: Connection(premises, secured=True))
+
     async def _drain(self) -> None:
         premises = self._premises
         self._server.close()
         premises.stopping = True
+        if self._handshakes is not None:
+            self._handshakes.stop()
         for connection in list(premises.connections):
             connection.stop()
         if not premises.connections or await self._deserted_within(self._limits.drain_s):
