@@ -1,6 +1,8 @@
 """Profiling an engine over HTTP, and its metrics: vLLM and SGLang have the same routes, and different fields."""
 
+import re
 from collections.abc import Mapping
+from typing import Final
 
 import msgspec
 
@@ -9,14 +11,31 @@ from kvherd.core.errors import FieldInvalid, WorkerRefused, WorkerUnsupported
 from kvherd.core.ids import WorkerId
 from kvherd.ports.worker import ProfileAnswer, WorkerKind
 
+_OF_VLLM: Final = {"num_steps": "max_iterations", "profile_prefix": "profile_prefix"}
+"""What vLLM calls the fields that it takes, since 0.32."""
+_VERSION: Final = re.compile(r"(\d+)\.(\d+)")
+
 
 async def start_profile(
-    worker: WorkerId, asker: HttpAsker, kind: WorkerKind, fields: Mapping[str, object]
+    worker: WorkerId, asker: HttpAsker, kind: WorkerKind, fields: Mapping[str, object], *, version: str = ""
 ) -> ProfileAnswer:
-    """`fields` are SGLang's; vLLM would ignore each of them without a word, so there must be none."""
-    if kind is WorkerKind.VLLM_HTTP and fields:
-        raise FieldInvalid(min(fields), "means nothing to vLLM, which takes it from --profiler-config when it starts")
+    """`fields` are SGLang's; vLLM would ignore most of them without a word, so those are refused."""
+    if kind is WorkerKind.VLLM_HTTP:
+        fields = _vllm_fields(fields, version)
     return await _ordered(worker, asker, "/start_profile", msgspec.json.encode(dict(fields)) if fields else b"")
+
+
+def _vllm_fields(fields: Mapping[str, object], version: str) -> Mapping[str, object]:
+    found = _VERSION.match(version)
+    known = _OF_VLLM if found and (int(found[1]), int(found[2])) >= (0, 32) else {}
+    unknown = sorted(fields.keys() - known.keys())
+    if unknown:
+        problem = "means nothing to this vLLM, which takes it from --profiler-config when it starts, if at all"
+        raise FieldInvalid(unknown[0], problem)
+    return {
+        known[name]: int(value) if isinstance(value, str) and name == "num_steps" else value
+        for name, value in fields.items()
+    }
 
 
 async def stop_profile(worker: WorkerId, asker: HttpAsker) -> ProfileAnswer:

@@ -150,7 +150,7 @@ class HttpWorker:
 
     async def start_profile(self, fields: Mapping[str, object]) -> ProfileAnswer:
         facts = self._facts or await self.detect()
-        return await start_profile(self._id, self._asker, facts.kind, fields)
+        return await start_profile(self._id, self._asker, facts.kind, fields, version=facts.version)
 
     async def stop_profile(self) -> ProfileAnswer:
         return await stop_profile(self._id, self._asker)

@@ -406,8 +406,8 @@ async def test_a_vllm_without_a_profiler_is_unimplemented_and_one_with_it_is_ask
 async def test_a_field_of_a_profile_that_vllm_would_ignore_is_refused_by_name() -> None:
     async with FakePublisher() as publisher, bridged(publisher) as at:
         at.engine.profiler = ("200 OK", "")
-        with pytest.raises(grpc.aio.AioRpcError, match="num_steps") as caught:
-            await at.sglang.StartProfile(common_pb2.StartProfileRequest(num_steps=3))
+        with pytest.raises(grpc.aio.AioRpcError, match="with_stack") as caught:
+            await at.sglang.StartProfile(common_pb2.StartProfileRequest(with_stack=True))
         assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
 
 
