@@ -1,7 +1,11 @@
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kvherd.core.fleet.breaker import Breaker, BreakerConfig, BreakerState
+from kvherd.core.ids import RequestId
+
+ONE, OLD = RequestId("one"), RequestId("old")
 
 CONFIG = BreakerConfig(failure_ratio=0.5, min_requests=4, window_s=10.0, open_s=2.0, max_open_s=8.0)
 
@@ -9,8 +13,8 @@ CONFIG = BreakerConfig(failure_ratio=0.5, min_requests=4, window_s=10.0, open_s=
 def opened_at(now_s: float, dice: float = 1.0) -> Breaker:
     breaker = Breaker(CONFIG)
     for _ in range(4):
-        breaker.begin(now_s)
-        breaker.failed(now_s, dice)
+        breaker.begin(ONE, now_s)
+        breaker.failed(ONE, now_s, dice)
     assert breaker.state(now_s) is BreakerState.OPEN
     return breaker
 
@@ -18,15 +22,15 @@ def opened_at(now_s: float, dice: float = 1.0) -> Breaker:
 def test_too_few_requests_prove_nothing() -> None:
     breaker = Breaker(CONFIG)
     for _ in range(3):
-        breaker.failed(0.0, 1.0)
+        breaker.failed(ONE, 0.0, 1.0)
     assert breaker.state(0.0) is BreakerState.CLOSED
 
 
 def test_half_of_the_window_failed_opens_it() -> None:
     breaker = Breaker(CONFIG)
     for now_s in (0.0, 1.0):
-        breaker.succeeded(now_s)
-        breaker.failed(now_s, 1.0)
+        breaker.succeeded(ONE, now_s)
+        breaker.failed(ONE, now_s, 1.0)
     assert breaker.state(1.0) is BreakerState.OPEN
     assert not breaker.admits(1.0)
 
@@ -34,8 +38,8 @@ def test_half_of_the_window_failed_opens_it() -> None:
 def test_failures_older_than_the_window_are_forgotten() -> None:
     breaker = Breaker(CONFIG)
     for _ in range(3):
-        breaker.failed(0.0, 1.0)
-    breaker.failed(11.0, 1.0)
+        breaker.failed(ONE, 0.0, 1.0)
+    breaker.failed(ONE, 11.0, 1.0)
     assert breaker.state(11.0) is BreakerState.CLOSED
 
 
@@ -44,16 +48,16 @@ def test_half_open_admits_one_try_at_a_time() -> None:
     assert not breaker.admits(1.9)
     assert breaker.state(2.0) is BreakerState.HALF_OPEN
     assert breaker.admits(2.0)
-    breaker.begin(2.0)
+    breaker.begin(ONE, 2.0)
     assert not breaker.admits(2.0)
-    breaker.succeeded(2.1)
+    breaker.succeeded(ONE, 2.1)
     assert breaker.state(2.1) is BreakerState.CLOSED
 
 
 def test_a_try_whose_client_left_lets_another_try() -> None:
     breaker = opened_at(0.0)
-    breaker.begin(2.0)
-    breaker.abandoned()
+    breaker.begin(ONE, 2.0)
+    breaker.abandoned(ONE)
     assert breaker.admits(2.0)
 
 
@@ -61,8 +65,8 @@ def test_open_time_doubles_up_to_its_bound() -> None:
     breaker = opened_at(0.0)
     now_s, waits = 2.0, []
     for _ in range(4):
-        breaker.begin(now_s)
-        breaker.failed(now_s, 1.0)
+        breaker.begin(ONE, now_s)
+        breaker.failed(ONE, now_s, 1.0)
         began_s = now_s
         while not breaker.admits(now_s):
             now_s += 0.5
@@ -72,18 +76,33 @@ def test_open_time_doubles_up_to_its_bound() -> None:
 
 def test_requests_of_before_say_nothing_of_now() -> None:
     breaker = opened_at(0.0)
-    breaker.succeeded(0.5)
-    breaker.failed(0.5, 1.0)
+    breaker.succeeded(OLD, 0.5)
+    breaker.failed(OLD, 0.5, 1.0)
     assert breaker.state(0.5) is BreakerState.OPEN
     assert breaker.admits(2.0)
 
 
+@pytest.mark.parametrize("end", ["ok", "fail", "left"])
+def test_the_end_of_a_request_of_before_is_not_taken_for_the_try_s(end: str) -> None:
+    breaker = opened_at(0.0)
+    breaker.begin(ONE, 2.0)
+    if end == "ok":
+        breaker.succeeded(OLD, 2.1)
+    elif end == "fail":
+        breaker.failed(OLD, 2.1, 1.0)
+    else:
+        breaker.abandoned(OLD)
+    assert (breaker.state(2.1), breaker.admits(2.1)) == (BreakerState.HALF_OPEN, False)
+    breaker.succeeded(ONE, 2.2)
+    assert breaker.state(2.2) is BreakerState.CLOSED
+
+
 def test_closing_forgets_the_back_off() -> None:
     breaker = opened_at(0.0)
-    breaker.begin(2.0)
-    breaker.succeeded(2.0)
+    breaker.begin(ONE, 2.0)
+    breaker.succeeded(ONE, 2.0)
     for _ in range(4):
-        breaker.failed(3.0, 1.0)
+        breaker.failed(ONE, 3.0, 1.0)
     assert breaker.admits(5.0)
 
 
@@ -95,22 +114,28 @@ def test_jitter_keeps_between_half_and_all_of_the_open_time(dice: float) -> None
 
 
 @given(st.lists(st.sampled_from(["begin", "ok", "fail", "left", "wait"]), max_size=60))
-def test_whatever_happens_it_admits_again_in_bounded_time(story: list[str]) -> None:
-    breaker, now_s, trying = Breaker(CONFIG), 0.0, 0
-    for step in story:
+def test_whatever_happens_one_tries_at_a_time_and_it_admits_again_in_bounded_time(story: list[str]) -> None:
+    breaker, now_s = Breaker(CONFIG), 0.0
+    under_way: list[RequestId] = []
+    trying: RequestId | None = None
+    for number, step in enumerate(story):
         if step == "begin" and breaker.admits(now_s):
-            breaker.begin(now_s)
-            trying += 1
+            request = RequestId(str(number))
+            if breaker.state(now_s) is BreakerState.HALF_OPEN:
+                assert trying not in under_way, "two try at a time"
+                trying = request
+            breaker.begin(request, now_s)
+            under_way.append(request)
         elif step == "wait":
             now_s += 1.0
-        elif trying and step in {"ok", "fail", "left"}:
-            trying -= 1
+        elif under_way and step in {"ok", "fail", "left"}:
+            request = under_way.pop(number % len(under_way))
             if step == "ok":
-                breaker.succeeded(now_s)
+                breaker.succeeded(request, now_s)
             elif step == "fail":
-                breaker.failed(now_s, 0.5)
+                breaker.failed(request, now_s, 0.5)
             else:
-                breaker.abandoned()
-    for _ in range(trying):
-        breaker.abandoned()
+                breaker.abandoned(request)
+    for request in under_way:
+        breaker.abandoned(request)
     assert breaker.admits(now_s + CONFIG.max_open_s)

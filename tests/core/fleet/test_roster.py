@@ -31,7 +31,7 @@ def test_a_draining_worker_takes_no_new_request() -> None:
 def test_a_broken_circuit_rules_out_and_half_open_lets_one_try() -> None:
     one = member()
     for _ in range(5):
-        one.breaker.failed(0.0, 1.0)
+        one.breaker.failed(RequestId("r"), 0.0, 1.0)
     assert one.unavailable(0.1) == "failed too often lately; its circuit breaker is open"
     assert one.unavailable(2.0) == ""
     one.begin(RequestId("r"), prompt_tokens=1, uncached_tokens=1, now_s=2.0)

@@ -3,9 +3,10 @@
 import asyncio
 import json
 import logging
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 
 import pytest
 
@@ -22,6 +23,7 @@ from kvherd.core.errors import (
     WorkerUnreachable,
     WorkerUnsupported,
 )
+from kvherd.core.fleet.breaker import BreakerConfig, BreakerState
 from kvherd.core.fleet.refusals import DeadlinePassed
 from kvherd.core.fleet.roster import Member
 from kvherd.core.fleet.spec import WorkerSpec
@@ -82,7 +84,7 @@ class FakeEntries:
         return self.watches[-1]
 
     def unwatch(self, worker: WorkerId, watch: Watch) -> None:
-        self.watches.remove(watch)
+        self.watches = [one for one in self.watches if one is not watch]
 
     def rebuild(self, worker: WorkerId, reason: str) -> None:
         self.rebuilt[worker] = reason
@@ -444,6 +446,93 @@ async def test_a_client_s_own_deadline_ends_its_request_on_the_worker(begun: boo
         task = asyncio.current_task()
         assert task is not None
         assert not task.cancelling()
+
+
+async def test_each_worker_is_told_what_is_left_of_the_client_s_deadline() -> None:
+    async with herd(fake(ANN, first_byte_s=2.0, fails=None), fake(BOB)) as it:
+        it.store(ANN, "hello world hello world")
+
+        async def break_down() -> None:
+            await asyncio.sleep(1.0)
+            it.workers[ANN].fails = WorkerFailed(ANN, "out of memory")
+
+        async with asyncio.TaskGroup() as group:
+            group.create_task(break_down())
+            body = {"model": "m", "prompt": "hello world hello world"}
+            answer = await it.send(body, headers=((b"x-request-timeout", b"5"), (b"x-other", b"1")))
+        assert answer.headers["x-kvherd-worker"] == BOB
+        told = [dict(worker.calls[0].headers) for worker in (it.workers[ANN], it.workers[BOB])]
+        assert [one[b"x-request-timeout"] for one in told] == [b"5.000", b"3.000"]
+        assert [one[b"x-other"] for one in told] == [b"1", b"1"]
+
+
+class Moody(FakeWorker):
+    """Its probes succeed; the requests of a model that is ill fail."""
+
+    ill = False
+
+    async def forward(self, call: Call, responder: Responder) -> None:
+        if self.ill:
+            self.calls.append(call)
+            raise WorkerFailed(self.id, "out of memory")
+        await super().forward(call, responder)
+
+
+@asynccontextmanager
+async def moody(**acts: object) -> AsyncIterator[tuple[Herd, Moody, Callable[[], Awaitable[str]]]]:
+    """A worker that is preferred and another; the third asks one request and says who answered."""
+    ann = Moody(ANN, facts=FACTS, **acts)  # type: ignore[arg-type]
+    async with herd(ann, fake(BOB)) as it:
+        it.store(ANN, "hello world hello world")
+
+        async def ask() -> str:
+            answer = await it.ask("hello world hello world")
+            await asyncio.sleep(0.3)  # time for the probe that a failure brings
+            return answer.headers["x-kvherd-worker"]
+
+        yield it, ann, ask
+
+
+async def test_a_worker_whose_circuit_opens_takes_no_new_request_and_finishes_its_streams() -> None:
+    async with moody(chunk_s=10.0) as (it, ann, ask):
+        stream = asyncio.ensure_future(it.ask("hello world hello world", stream=True))
+        await asyncio.sleep(0.1)
+        ann.ill = True
+        assert {await ask() for _ in range(12)} == {BOB}, "each was tried elsewhere before its first byte"
+        assert it.member(ANN).failures_total >= BreakerConfig().min_requests
+        assert it.member(ANN).breaker.state(asyncio.get_running_loop().time()) is not BreakerState.CLOSED
+        tried = len(ann.calls)
+        assert (await ask(), len(ann.calls)) == (BOB, tried)
+        assert not stream.done()
+        assert (await stream).ended
+
+
+async def test_when_its_time_is_over_one_request_tries_a_broken_worker_and_its_success_lets_all_in() -> None:
+    async with moody() as (it, ann, ask):
+        ann.ill = True
+        for _ in range(BreakerConfig().min_requests):
+            await ask()
+        assert "its circuit breaker is open" in it.member(ANN).unavailable(asyncio.get_running_loop().time())
+        ann.ill, ann.first_byte_s = False, 1.0
+        await asyncio.sleep(BreakerConfig().open_s)
+        many = await asyncio.gather(*(ask() for _ in range(8)))
+        assert sorted(many) == [ANN] + 7 * [BOB]
+        assert await ask() == ANN
+
+
+async def test_a_try_that_fails_keeps_a_broken_worker_out_for_longer_and_costs_its_client_nothing() -> None:
+    async with moody() as (_, ann, ask):
+        ann.ill = True
+        tries = []
+        for _ in range(400):
+            before = len(ann.calls)
+            assert await ask() == BOB
+            if len(ann.calls) > before:
+                tries.append(asyncio.get_running_loop().time())
+        waits = [later - earlier for earlier, later in pairwise(tries[BreakerConfig().min_requests - 1 :])]
+        assert waits[:4] == sorted(waits[:4])
+        assert 2.0 < waits[3] / waits[0] < 16.0
+        assert max(waits) <= BreakerConfig().max_open_s
 
 
 async def test_an_answer_that_has_begun_may_take_its_time() -> None:

@@ -159,7 +159,7 @@ async def test_a_failed_request_brings_a_probe_at_once() -> None:
         member = it.add(ann)
         await asyncio.sleep(0.1)
         ann.fails = GONE
-        it.fleet.request_failed(member, GONE)
+        it.fleet.request_failed(member, RequestId("r"), GONE)
         assert is_in(member, WorkerState.SUSPECT)
         await asyncio.sleep(0.5)
         assert is_in(member, WorkerState.DOWN)
@@ -171,8 +171,8 @@ async def test_requests_that_fail_again_and_again_open_the_circuit() -> None:
         member = it.add(ann)
         await asyncio.sleep(0.1)
         for _ in range(5):
-            member.breaker.begin(asyncio.get_running_loop().time())
-            it.fleet.request_failed(member, WorkerFailed(ANN, "out of memory"))
+            member.breaker.begin(RequestId("r"), asyncio.get_running_loop().time())
+            it.fleet.request_failed(member, RequestId("r"), WorkerFailed(ANN, "out of memory"))
         await asyncio.sleep(0.5)
         assert (member.state, member.unavailable(0.7)) == (
             WorkerState.UP,

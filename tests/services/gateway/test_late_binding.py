@@ -280,7 +280,7 @@ async def test_without_a_worker_that_takes_requests_nobody_is_held() -> None:
         tasks.append(it.begin("a", 500))
         await asyncio.sleep(0.1)
         it.workers[ANN].fails = WorkerUnreachable(ANN, "nobody there")
-        it.fleet.request_failed(it.fleet.roster.get(ANN), WorkerUnreachable(ANN, "gone"))  # type: ignore[arg-type]
+        it.fleet.request_failed(it.fleet.roster.get(ANN), RequestId("x"), WorkerUnreachable(ANN, "gone"))  # type: ignore[arg-type]
         with pytest.raises(NoWorker):
             await tasks[1]
         assert now() < 3.0

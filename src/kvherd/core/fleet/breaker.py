@@ -4,12 +4,15 @@
     open       none pass until the open time is over, which doubles (with jitter) at each failed try
     half-open  one request at a time may try; its success closes the breaker, its failure opens it again
 
-Every `begin` is followed by exactly one of `succeeded`, `failed` and `abandoned` with the same time base.
+Every `begin` is followed by one of `succeeded`, `failed` and `abandoned` of the same request, with the same time
+base. What became of a request that began before the breaker opened says nothing of the present, and is no try's end.
 """
 
 from collections import deque
 from dataclasses import dataclass
 from enum import StrEnum
+
+from kvherd.core.ids import RequestId
 
 
 class BreakerState(StrEnum):
@@ -37,7 +40,7 @@ class Breaker:
         self._ended: deque[tuple[float, bool]] = deque()
         self._open_until_s: float | None = None
         self._opened_in_a_row = 0
-        self._trying = False
+        self._trying: RequestId | None = None
 
     def state(self, now_s: float) -> BreakerState:
         if self._open_until_s is None:
@@ -49,23 +52,23 @@ class Breaker:
         if self._open_until_s is None:
             return True
         state = self.state(now_s)
-        return state is BreakerState.CLOSED or (state is BreakerState.HALF_OPEN and not self._trying)
+        return state is BreakerState.CLOSED or (state is BreakerState.HALF_OPEN and self._trying is None)
 
-    def begin(self, now_s: float) -> None:
+    def begin(self, request: RequestId, now_s: float) -> None:
         """A request that was admitted is on its way."""
         if self._open_until_s is not None and self.state(now_s) is BreakerState.HALF_OPEN:
-            self._trying = True
+            self._trying = request
 
-    def succeeded(self, now_s: float) -> None:
+    def succeeded(self, request: RequestId, now_s: float) -> None:
         if self._open_until_s is not None:
-            if not self._trying:
-                return  # it began before the breaker opened: no news of the present
+            if self._trying != request:
+                return
             self._close()
         self._count(now_s, failed=False)
 
-    def failed(self, now_s: float, dice: float) -> None:
+    def failed(self, request: RequestId, now_s: float, dice: float) -> None:
         if self._open_until_s is not None:
-            if self._trying:
+            if self._trying == request:
                 self._open(now_s, dice)
             return
         self._count(now_s, failed=True)
@@ -74,9 +77,10 @@ class Breaker:
         if enough and failures >= self._config.failure_ratio * len(self._ended):
             self._open(now_s, dice)
 
-    def abandoned(self) -> None:
+    def abandoned(self, request: RequestId) -> None:
         """The request ended without news of the worker: its client left."""
-        self._trying = False
+        if self._trying == request:
+            self._trying = None
 
     def _count(self, now_s: float, *, failed: bool) -> None:
         self._ended.append((now_s, failed))
@@ -88,11 +92,11 @@ class Breaker:
         # Between half and all of it, so that gateways that broke together do not return together.
         self._open_until_s = now_s + longest * (0.5 + dice / 2)
         self._opened_in_a_row = min(self._opened_in_a_row + 1, 16)
-        self._trying = False
+        self._trying = None
         self._ended.clear()
 
     def _close(self) -> None:
         self._open_until_s = None
         self._opened_in_a_row = 0
-        self._trying = False
+        self._trying = None
         self._ended.clear()

@@ -234,7 +234,7 @@ class Member:
         self, request: RequestId, *, prompt_tokens: int, uncached_tokens: int, now_s: float, rank: Rank | None = None
     ) -> float:
         """A request is sent there; answers the tokens of prefill that are to be done before its first token."""
-        self.breaker.begin(now_s)
+        self.breaker.begin(request, now_s)
         self.requests_total += 1
         self.in_flight[request] = UnderWay(prompt_tokens, now_s, rank)
         self.turnover.stored(uncached_tokens, now_s)

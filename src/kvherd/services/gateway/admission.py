@@ -13,7 +13,7 @@ from kvherd.core.errors import KvherdError
 from kvherd.core.fleet.refusals import DeadlinePassed, GatewayBusy, WaitedInVain
 from kvherd.core.fleet.waiting_line import Ticket, WaitingLine
 from kvherd.ports.worker import Responder
-from kvherd.services.gateway.patience import TIMEOUT, deadline_s
+from kvherd.services.gateway.patience import deadline_s, with_deadline
 from kvherd.services.gateway.relay.edge import DataHandler, DataRequest
 
 _LOOK_S = 0.25
@@ -239,6 +239,4 @@ class AdmittedPath:
             raise
         if within_s is None:
             return request
-        left_s = max(0.001, within_s - (now() - began_s))
-        others = [header for header in request.headers if header[0] != TIMEOUT]
-        return request._replace(headers=[*others, (TIMEOUT, b"%.3f" % left_s)])
+        return request._replace(headers=with_deadline(request.headers, within_s - (now() - began_s)))

@@ -42,7 +42,7 @@ from kvherd.services.gateway.heal import FullReports, HealMode, Incomplete
 from kvherd.services.gateway.late_binding import LateBinding
 from kvherd.services.gateway.metrics import GatewayMetrics
 from kvherd.services.gateway.parity import counted
-from kvherd.services.gateway.patience import Bounds, Patience, deadline_s
+from kvherd.services.gateway.patience import Bounds, Patience, deadline_s, with_deadline
 from kvherd.services.gateway.prompts import EncodingCache, Prompt, read_prompt
 from kvherd.services.gateway.relay.edge import STORED
 from kvherd.services.gateway.turn import Incoming, Renamed, Turn
@@ -234,15 +234,15 @@ class DataPath:
         try:
             await self._fleet.worker(member.worker).forward(call, responder)
         except (WorkerError, CallerError, FleetError) as error:
-            self._learn_of_failure(member, error)
+            self._learn_of_failure(turn, member, error)
             raise
         except asyncio.CancelledError:
-            self._learn_of_failure(member, patience.gave_up)
+            self._learn_of_failure(turn, member, patience.gave_up)
             if patience.gave_up is None:
                 raise
             raise patience.gave_up from None
         else:
-            self._fleet.request_succeeded(member)
+            self._fleet.request_succeeded(member, turn.request)
         finally:
             patience.over()
             if turn.trial is not None:
@@ -253,11 +253,11 @@ class DataPath:
             if self._late is not None:
                 self._late.look()
 
-    def _learn_of_failure(self, member: Member, error: KvherdError | None) -> None:
+    def _learn_of_failure(self, turn: Turn, member: Member, error: KvherdError | None) -> None:
         if isinstance(error, WorkerError) and not isinstance(error, WorkerRefused | WorkerUnsupported):
-            self._fleet.request_failed(member, error)
+            self._fleet.request_failed(member, turn.request, error)
         else:
-            member.breaker.abandoned()  # it is well, and said no; or its client has left
+            member.breaker.abandoned(turn.request)  # it is well, and said no; or its client has left
 
     def _edited(self, turn: Turn, member: Member) -> tuple[Call, Responder]:
         """What is sent to this worker, and what becomes of its answer on the way to the client."""
@@ -272,7 +272,9 @@ class DataPath:
         return call._replace(body=sampling, headers=uncompressed(call.headers)), WithoutUsage(turn.witness)
 
     def _call(self, turn: Turn, member: Member) -> Call:
-        incoming = turn.incoming
+        incoming, headers = turn.incoming, turn.incoming.headers
+        if turn.ends is not None:
+            headers = with_deadline(headers, turn.ends[0] - turn.sent_at_s)
 
         def first_token() -> None:
             turn.first_token_at_s = self._now_s()
@@ -286,7 +288,7 @@ class DataPath:
         return Call(
             method=incoming.method,
             path=incoming.target,
-            headers=incoming.headers,
+            headers=headers,
             body=incoming.body,
             request=turn.request,
             model=turn.model,

@@ -195,18 +195,18 @@ class Fleet:
     def addressees(self) -> list[Addressee]:
         return [Addressee(self._workers[one.worker], one.kind) for one in self.roster]
 
-    def request_succeeded(self, member: Member) -> None:
+    def request_succeeded(self, member: Member, request: RequestId) -> None:
         """A request there was answered: a passive sign of health."""
         member.answered_at_s = self._now_s()
-        member.breaker.succeeded(member.answered_at_s)
+        member.breaker.succeeded(request, member.answered_at_s)
         # Only a probe ends `Down`: an answer that began before the failure proves nothing.
         if not isinstance(member.health.verdict, Down):
             member.health.succeeded()
 
-    def request_failed(self, member: Member, error: WorkerError) -> None:
+    def request_failed(self, member: Member, request: RequestId, error: WorkerError) -> None:
         """A request there failed: a passive sign. The worker is probed at once to be sure."""
         member.failures_total += 1
-        member.breaker.failed(self._now_s(), self._dice())
+        member.breaker.failed(request, self._now_s(), self._dice())
         member.health.failed(self._why(error))
         if member.worker in self._wakes:
             self._wakes[member.worker].set()

@@ -26,6 +26,11 @@ def deadline_s(headers: Iterable[tuple[bytes, bytes]]) -> float | None:
     return seconds
 
 
+def with_deadline(headers: Iterable[tuple[bytes, bytes]], left_s: float) -> list[tuple[bytes, bytes]]:
+    """The same headers with what is left of the client's deadline in place of what it gave."""
+    return [*(header for header in headers if header[0] != TIMEOUT), (TIMEOUT, b"%.3f" % max(0.001, left_s))]
+
+
 @dataclass(frozen=True, slots=True)
 class Bounds:
     """`first_byte_s` is how long a worker may take to begin its answer, `down_s` how long if it is found to be down
