@@ -17,6 +17,7 @@ _SETTLE_BYTES = 64 * 1024
 _HEAD_BYTES = 64 * 1024
 _JOIN_BYTES = 16 * 1024
 _BODYLESS = frozenset({204, 304})
+_OURS = b"x-kvherd-"
 
 
 class Sink(Protocol):
@@ -278,13 +279,17 @@ class UpstreamConnection(asyncio.Protocol):
         if name == b"content-length":
             self._framed = True
         elif name == b"transfer-encoding":
-            if value.lower() != b"chunked":
+            if value.lower() != b"chunked" or self._framed:
                 raise UpstreamBroken(f"its answer has an unknown transfer-encoding {value.decode('latin-1')!r}")
             self._framed = True
+        elif name.startswith(_OURS):  # said of itself by whoever answers: not about the way that this answer took
+            return
         self._headers.append((name, value))
 
     def on_headers_complete(self) -> None:
         status = self._parser.get_status_code()
+        if not 100 <= status < 600:
+            raise UpstreamBroken(f"its answer has the status {status}, which is none")
         if status < 200:
             if status == 101:
                 raise UpstreamBroken("it switched protocols unasked")

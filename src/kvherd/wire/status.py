@@ -78,6 +78,8 @@ TABLE: dict[type[errors.KvherdError], Status] = {
     stream.BatchUntranslatable: Status(502, "FAILED_PRECONDITION", "server_error", "kv_batch_untranslatable"),
 }
 
+MOST_CHARACTERS = 8192
+"""Of a sentence to a stranger."""
 _UNTRUSTED = re.compile(r"CERTIFICATE_VERIFY_FAILED: (.+?)(?:: OK)?$")
 _DEFECT = Status(500, "INTERNAL", "server_error", "internal")
 
@@ -93,7 +95,8 @@ def status_of(error: BaseException) -> Status:
 def public_message(error: BaseException) -> str:
     """What a stranger may read: our own sentence, or nothing of an unforeseen error's text."""
     if isinstance(error, errors.KvherdError):
-        return str(error)
+        sentence = str(error)  # some repeat what the client wrote
+        return sentence if len(sentence) <= MOST_CHARACTERS else sentence[:MOST_CHARACTERS] + "…"
     return "an unforeseen error occurred; the log of this process has it under the request id"
 
 

@@ -264,6 +264,12 @@ async def test_a_rank_that_there_is_not_is_for_the_worker_to_refuse() -> None:
     assert (answer.headers["x-kvherd-worker"], "x-kvherd-rank" in answer.headers) == (ANN, False)
 
 
+async def test_a_rank_of_thousands_of_digits_is_none() -> None:
+    async with herd(fake(ANN)) as it:
+        headers = ((b"x-data-parallel-rank", b"9" * 9000),)
+        assert (await it.send({"model": "m", "prompt": "hi"}, headers=headers)).status == 200
+
+
 async def test_ranks_that_cannot_be_named_are_credited_with_what_all_of_them_hold() -> None:
     async with herd(FakeWorker(ANN, facts=replace(FACTS, ranks=2))) as it:
         it.store(ANN, "hello worl", rank=1)

@@ -26,3 +26,10 @@ def test_a_defect_keeps_its_text_to_itself() -> None:
     status, body = error_body(KeyError("secret"))
     assert status == 500
     assert b"secret" not in body
+
+
+def test_what_a_client_wrote_is_repeated_in_part_only() -> None:
+    for error in (ModelUnknown("x" * 10**6, ("m",)), FieldInvalid("x" * 10**6, "must not be")):
+        told = json.loads(error_body(error)[1])["error"]
+        assert len(told["message"]) < 10_000
+        assert len(told["param"]) < 300

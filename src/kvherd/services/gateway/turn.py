@@ -84,7 +84,7 @@ class Turn:
     def wanted_rank(self) -> Rank | None:
         """That the client named."""
         named = next((value for name, value in self.incoming.headers if name == RANK_HEADER), b"")
-        rank = int(named) if named.isdigit() else self.asked.rank
+        rank = int(named) if named.isdigit() and len(named) < 10 else self.asked.rank
         return None if rank is None else Rank(rank)
 
     @property

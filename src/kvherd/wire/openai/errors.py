@@ -5,6 +5,8 @@ import msgspec
 from kvherd.core.errors import FieldInvalid, ModelUnknown
 from kvherd.wire.status import public_message, status_of
 
+_MOST_CHARACTERS = 256
+
 
 def error_body(error: BaseException) -> tuple[int, bytes]:
     """The HTTP status and the JSON body that say what went wrong; a defect of ours says nothing of itself."""
@@ -25,5 +27,5 @@ def error_object(error: BaseException) -> dict[str, str | int | None]:
 
 def _param(error: BaseException) -> str | None:
     if isinstance(error, FieldInvalid):
-        return error.field
+        return error.field[:_MOST_CHARACTERS]
     return "model" if isinstance(error, ModelUnknown) else None

@@ -49,8 +49,36 @@ SERVED = {
     "a coding with an underscore": told(b"Transfer_Encoding: chunked\r\n"),
     "a length with an underscore": told(b"Content_Length: 40\r\n"),
     "many small headers": told(b"A: b\r\n" * 15),
+    "a tab before the coding": CHUNKED.replace(b" chunked", b"\tchunked") + b"2\r\nhi\r\n0\r\n\r\n",
+    "a tab after the length": told(length=b"2\t"),
+    "a tab in a value": told(b"X-A: a\tb\r\n"),
+    "a nominated coding": CHUNKED.replace(b"\r\n\r\n", b"\r\nConnection: transfer-encoding\r\n\r\n")
+    + b"2\r\nhi\r\n0\r\n\r\n",
+    "forty zeros before a chunk's size": CHUNKED + b"0" * 40 + b"2\r\nhi\r\n0\r\n\r\n",
+    "a trailer that wishes to upgrade": CHUNKED + b"2\r\nhi\r\n0\r\nConnection: upgrade\r\nUpgrade: h2c\r\n\r\n",
+    "absolute form with a user": told().replace(b"/v1/x", b"http://a:b@h/v1/x"),
+    "absolute form without a host": told().replace(b"/v1/x", b"http:///v1/x"),
+    "absolute form over TLS": told().replace(b"/v1/x", b"https://h:443/v1/x"),
+    "two spaces after the method": told().replace(b"POST ", b"POST  "),
+    "an upgrade nobody is told of": told(b"Upgrade: h2c\r\n"),
+    "a wish to speak WebSocket": told(b"Connection: Upgrade\r\nUpgrade: websocket\r\nSec-WebSocket-Key: AA==\r\n"),
+    "a wish to speak h2c, in chunks": CHUNKED.replace(b"\r\n\r\n", b"\r\nConnection: Upgrade\r\nUpgrade: h2c\r\n\r\n")
+    + b"2\r\nhi\r\n0\r\n\r\n",
+    "an expectation in capitals": told(b"EXPECT: 100-Continue\r\n"),
+    "an expectation twice": told(b"Expect: 100-continue\r\nExpect: 100-continue\r\n"),
+    "an expectation in HTTP/1.0": told(b"Expect: 100-continue\r\n").replace(b"HTTP/1.1", b"HTTP/1.0"),
+    "to be closed and kept": told(b"Connection: close, keep-alive\r\n"),
+    "closed by its trailer": CHUNKED + b"2\r\nhi\r\n0\r\nConnection: close\r\n\r\n",
+    "a name as long as a head": told(b"X" * 1500 + b": a\r\n"),
 }
-LAST_OF_ITS_CONNECTION = {"a wish to speak h2c"}
+LAST_OF_ITS_CONNECTION = {
+    "a wish to speak h2c",
+    "a wish to speak WebSocket",
+    "a wish to speak h2c, in chunks",
+    "an expectation in HTTP/1.0",
+    "to be closed and kept",
+    "closed by its trailer",
+}
 
 REFUSED = {
     "CL.TE": (H + b"Content-Length: 6\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\nG", 400),
@@ -108,7 +136,68 @@ REFUSED = {
     "a length in a trailer": (CHUNKED + b"2\r\nhi\r\n0\r\nContent-Length: 5\r\n\r\n", 400),
     "an unknown expectation": (told(b"Expect: a miracle\r\n"), 400),
     "chunks in HTTP/1.0": (CHUNKED.replace(b"1.1", b"1.0") + b"0\r\n\r\n", 400),
+    "two lengths with spaces between": (told(length=b"2 2"), 400),
+    "a length in digits of another script": (told(length="２".encode()), 400),
+    "a length behind a vertical tab": (told(length=b"\x0b2"), 400),
+    "a length with a null": (told(length=b"2\x00"), 400),
+    "a fraction of a length": (told(length=b"2.0"), 400),
+    "a quoted length": (told(length=b'"2"'), 400),
+    "a length and a parameter": (told(length=b"2;a=b"), 400),
+    "two lengths in other letters": (H + b"Content-Length: 2\r\ncOnTeNt-LeNgTh: 2\r\n\r\nhi", 400),
+    "chunked twice": (H + b"Transfer-Encoding: chunked\r\n" * 2 + b"\r\n2\r\nhi\r\n0\r\n\r\n", 400),
+    "chunked twice in a list": (CHUNKED.replace(b"chunked", b"chunked, chunked") + b"2\r\nhi\r\n0\r\n\r\n", 400),
+    "a list with nothing before chunked": (CHUNKED.replace(b"chunked", b", chunked") + b"2\r\nhi\r\n0\r\n\r\n", 400),
+    "a list with nothing after chunked": (CHUNKED.replace(b"chunked", b"chunked,") + b"2\r\nhi\r\n0\r\n\r\n", 400),
+    "a coding with a parameter": (CHUNKED.replace(b"chunked", b"chunked;q=1") + b"2\r\nhi\r\n0\r\n\r\n", 400),
+    "a coding cut in two": (CHUNKED.replace(b"chunked", b"chu nked") + b"2\r\nhi\r\n0\r\n\r\n", 400),
+    "a coding behind a null": (CHUNKED.replace(b" chunked", b"\x00chunked") + b"2\r\nhi\r\n0\r\n\r\n", 400),
+    "a coding that changes nothing": (H + b"Transfer-Encoding: identity\r\nContent-Length: 2\r\n\r\nhi", 400),
+    "a tab before the colon": (H + b"Transfer-Encoding\t: chunked\r\n\r\n0\r\n\r\n", 400),
+    "a space before the first header": (told().replace(b"\r\nHost", b"\r\n Host"), 400),
+    "a DEL in a value": (told(b"X-A: \x7f\r\n"), 400),
+    "an escape in a value": (told(b"X-A: \x1b[0m\r\n"), 400),
+    "a name over 127": (told(b"X-\xe9: a\r\n"), 400),
+    "a name with a space": (told(b"X A: a\r\n"), 400),
+    "a name of HTTP/2": (told(b":path: /flush_cache\r\n"), 400),
+    "a host over 127": (told().replace(b"Host: h", b"Host: \xe9"), 400),
+    "a host with a user": (told().replace(b"Host: h", b"Host: a@b"), 400),
+    "two hosts in HTTP/1.0": (told(b"Host: h\r\n").replace(b"1.1", b"1.0"), 400),
+    "a target without a slash": (told().replace(b"/v1/x", b"v1/x"), 400),
+    "a target that is a query": (told().replace(b"/v1/x", b"?x"), 400),
+    "a target that is a host": (told().replace(b"/v1/x", b"h:80"), 400),
+    "a null in the target": (told().replace(b"/v1/x", b"/v1/x\x00"), 400),
+    "a tab in the target": (told().replace(b"/v1/x", b"/v1/x\ty"), 400),
+    "a space after the version": (told().replace(b"HTTP/1.1", b"HTTP/1.1 "), 400),
+    "a version in small letters": (told().replace(b"HTTP/1.1", b"http/1.1"), 400),
+    "a version of two digits": (told().replace(b"HTTP/1.1", b"HTTP/1.10"), 400),
+    "a tab after the method": (told().replace(b"POST ", b"POST\t"), 400),
+    "CONNECT to a path, with a body": (told().replace(b"POST", b"CONNECT"), 400),
+    "CONNECT to a whole URL": (b"CONNECT http://h/v1/x HTTP/1.1\r\nHost: h\r\n\r\n", 400),
+    "a signed chunk": (CHUNKED + b"+2\r\nhi\r\n0\r\n\r\n", 400),
+    "a tab after a chunk's size": (CHUNKED + b"2\t\r\nhi\r\n0\r\n\r\n", 400),
+    "a space before a chunk's size": (CHUNKED + b" 2\r\nhi\r\n0\r\n\r\n", 400),
+    "a null after a chunk's size": (CHUNKED + b"2\x00\r\nhi\r\n0\r\n\r\n", 400),
+    "a space before an extension": (CHUNKED + b"2 ;a\r\nhi\r\n0\r\n\r\n", 400),
+    "a null in an extension": (CHUNKED + b"2;a\x00\r\nhi\r\n0\r\n\r\n", 400),
+    "a line end quoted in an extension": (CHUNKED + b'2;a="\r\n0\r\n\r\n"\r\nhi\r\n0\r\n\r\n', 400),
+    "a bare return in an extension": (CHUNKED + b"2;a\rb\r\nhi\r\n0\r\n\r\n", 400),
+    "a bare return after a size": (CHUNKED + b"2\rhi\r\n0\r\n\r\n", 400),
+    "two returns after a size": (CHUNKED + b"2\r\r\nhi\r\n0\r\n\r\n", 400),
+    "no line end after a chunk": (CHUNKED + b"2\r\nhi0\r\n\r\n", 400),
+    "a bare line feed at the end": (CHUNKED + b"2\r\nhi\r\n0\r\n\n", 400),
+    "a folded trailer": (CHUNKED + b"2\r\nhi\r\n0\r\nX-A: a\r\n b\r\n\r\n", 400),
+    "a bare line feed in a trailer": (CHUNKED + b"2\r\nhi\r\n0\r\nX-A: a\n\r\n", 400),
+    "a coding in a trailer": (CHUNKED + b"2\r\nhi\r\n0\r\nTransfer-Encoding: chunked\r\n\r\n", 400),
+    "a null in a trailer": (CHUNKED + b"2\r\nhi\r\n0\r\nX-A: \x00\r\n\r\n", 400),
+    "expectations in a list": (told(b"Expect: 100-continue, a miracle\r\n"), 400),
     "a body over the limit": (told(length=b"1001"), 413),
+    "a body over the limit, asked for first": (told(b"Expect: 100-continue\r\n", length=b"1001"), 413),
+    "a body over the limit, with a wish to upgrade": (
+        told(b"Connection: Upgrade\r\nUpgrade: h2c\r\n", length=b"1001"),
+        413,
+    ),
+    "a body of 2^63 bytes": (told(length=b"9223372036854775808"), 413),
+    "a chunk of 2^63 bytes": (CHUNKED + b"8000000000000000\r\n" + b"x" * 1001, 413),
     "chunks over the limit": (CHUNKED + (b"100\r\n" + b"x" * 256 + b"\r\n") * 4, 413),
     "a head over the limit": (told(b"X-A: " + b"a" * 2000 + b"\r\n"), 431),
     "a target over the limit": (told().replace(b"/v1/x", b"/v1/" + b"x" * 2000), 431),
@@ -373,6 +462,16 @@ PASSED = {
     + b"Transfer-Encoding: chunked\r\n\r\n2;a=b\r\nhi\r\n0\r\nX-T: 1\r\n\r\n",
     "HTTP/1.0": b"HTTP/1.0 200 OK\r\nContent-Length: 2\r\n\r\nhi",
     "an unknown status": b"HTTP/1.1 299 Whatever\r\nContent-Length: 2\r\n\r\nhi",
+    "a status without a word": b"HTTP/1.1 200\r\nContent-Length: 2\r\n\r\nhi",
+    "a null in the status's word": b"HTTP/1.1 200 O\x00K\r\nContent-Length: 2\r\n\r\nhi",
+    "fifty interim answers": b"HTTP/1.1 102 Processing\r\n\r\n" * 50 + json_answer(b"hi"),
+    "an interim answer with a length": b"HTTP/1.1 103 Early Hints\r\nContent-Length: 9\r\n\r\n" + json_answer(b"hi"),
+    "a body where none may be": b"HTTP/1.1 204 No Content\r\nContent-Length: 2\r\n\r\nhi",
+    "chunks where none may be": b"HTTP/1.1 204 No Content\r\nTransfer-Encoding: chunked\r\n\r\n2\r\nhi\r\n0\r\n\r\n",
+    "a length and more bytes": OK + b"Content-Length: 2\r\n\r\nhimore",
+    "a wish to upgrade": OK + b"Connection: Upgrade\r\nUpgrade: h2c\r\nContent-Length: 2\r\n\r\nhi",
+    "a nominated length": OK + b"Connection: content-length\r\nContent-Length: 2\r\n\r\nhi",
+    "three thousand headers": OK + b"A: b\r\n" * 3000 + b"Content-Length: 2\r\n\r\nhi",
 }
 BROKEN = {
     "nonsense": b"nonsense\r\n\r\n",
@@ -385,12 +484,35 @@ BROKEN = {
     "an unknown coding": OK + b"Transfer-Encoding: gzip\r\n\r\nhi",
     "a switch of protocols": b"HTTP/1.1 101 Switching Protocols\r\nUpgrade: h2c\r\nConnection: Upgrade\r\n\r\nhi",
     "a head without end": OK + b"X-A: " + b"a" * 100_000,
+    "the same length twice": OK + b"Content-Length: 2\r\nContent-Length: 2\r\n\r\nhi",
+    "a list of lengths": OK + b"Content-Length: 2, 2\r\n\r\nhi",
+    "a signed length": OK + b"Content-Length: +2\r\n\r\nhi",
+    "an empty length": OK + b"Content-Length:\r\n\r\nhi",
+    "a length past 64 bits": OK + b"Content-Length: 18446744073709551618\r\n\r\nhi",
+    "CL and TE": OK + b"Content-Length: 2\r\nTransfer-Encoding: chunked\r\n\r\n2\r\nhi\r\n0\r\n\r\n",
+    "chunked twice": OK + b"Transfer-Encoding: chunked\r\n" * 2 + b"\r\n2\r\nhi\r\n0\r\n\r\n",
+    "a coding before chunked": OK + b"Transfer-Encoding: gzip, chunked\r\n\r\n2\r\nhi\r\n0\r\n\r\n",
+    "a folded coding": OK + b"Transfer-Encoding:\r\n chunked\r\n\r\n2\r\nhi\r\n0\r\n\r\n",
+    "a space before the colon": OK + b"Content-Length : 2\r\n\r\nhi",
+    "a bare return in a value": OK + b"X-A: a\rSet-Cookie: b\r\nContent-Length: 2\r\n\r\nhi",
+    "a bare return in the status's word": b"HTTP/1.1 200 O\rX-A: b\r\nContent-Length: 2\r\n\r\nhi",
+    "a name over 127": OK + b"X-\xe9: a\r\nContent-Length: 2\r\n\r\nhi",
+    "a status below all": b"HTTP/1.1 099 Early\r\n\r\n" + json_answer(b"hi"),
+    "a status above all": b"HTTP/1.1 600 Late\r\nContent-Length: 2\r\n\r\nhi",
+    "a status of four digits": b"HTTP/1.1 2000 OK\r\nContent-Length: 2\r\n\r\nhi",
+    "a word without a head": b"<html>",
     "a version of another world": b"HTTP/3.0 200 OK\r\nContent-Length: 2\r\n\r\nhi",
 }
 CUT = {
     "a chunk that is none": OK + b"Transfer-Encoding: chunked\r\n\r\n2\r\nhi\r\nxyz\r\n",
     "a chunk's size with a bare line feed": OK + b"Transfer-Encoding: chunked\r\n\r\n2\r\nhi\r\n2\nho\r\n0\r\n\r\n",
     "an end before the length is full": OK + b"Content-Length: 20\r\n\r\nhi",
+    "an end within a chunk": OK + b"Transfer-Encoding: chunked\r\n\r\n5\r\nhi",
+    "an end between chunks": OK + b"Transfer-Encoding: chunked\r\n\r\n2\r\nhi\r\n",
+    "an end before the last line": OK + b"Transfer-Encoding: chunked\r\n\r\n2\r\nhi\r\n0\r\n",
+    "a chunk longer than its size": OK + b"Transfer-Encoding: chunked\r\n\r\n2\r\nhi0\r\n\r\n",
+    "a length in a trailer": OK + b"Transfer-Encoding: chunked\r\n\r\n2\r\nhi\r\n0\r\nContent-Length: 5\r\n\r\n",
+    "a bare line feed in a trailer": OK + b"Transfer-Encoding: chunked\r\n\r\n2\r\nhi\r\n0\r\nX-A: a\n\r\n",
 }
 
 
@@ -444,6 +566,38 @@ async def test_more_than_an_answer_never_reaches_the_next_request() -> None:
     async with stage(once(json_answer(b"hi") + json_answer(b"smuggled"))) as at, at.client() as client:
         assert (await client.ask(told())).body == b"hi"
         assert json.loads((await client.ask(NEXT)).body) == ["/v1/next", "next"]
+
+
+@pytest.mark.net
+async def test_an_answer_that_nobody_asked_for_ends_its_connection_and_reaches_nobody() -> None:
+    """1. A request is answered, and its connection kept. 2. The engine says more. 3. Another request comes."""
+    release, said_more = asyncio.Event(), asyncio.Event()
+
+    async def twice(request: RawRequest, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await what_it_saw(request, reader, writer)
+        if request.target == "/v1/x":
+            await writer.drain()
+            await release.wait()
+            writer.write(json_answer(b"smuggled"))
+            await reader.read()
+            said_more.set()
+
+    async with stage(twice) as at, at.client() as client:
+        assert json.loads((await client.ask(told())).body) == ["/v1/x", "hi"]
+        release.set()
+        async with asyncio.timeout(10):
+            await said_more.wait()
+        assert json.loads((await client.ask(NEXT)).body) == ["/v1/next", "next"]
+        assert at.engine.connections == 2
+
+
+@pytest.mark.net
+async def test_what_an_engine_says_in_the_gateway_s_name_is_left_out() -> None:
+    forged = b"x-kvherd-worker: elsewhere\r\nX-Kvherd-Explain: 1\r\nX-Mine: 1\r\n"
+    async with stage(once(json_answer(b"hi", extra=forged))) as at, at.client() as client:
+        answer = await client.ask(told())
+        assert answer.headers["x-mine"] == "1"
+        assert not any(name.startswith("x-kvherd") for name in answer.headers)
 
 
 @pytest.mark.net

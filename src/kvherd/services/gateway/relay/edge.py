@@ -1,5 +1,6 @@
 """What the relay hands to the rest of the gateway, and the bounds it keeps."""
 
+import re
 from collections.abc import Awaitable, Callable, MutableMapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -41,9 +42,13 @@ OpenAI error with its status. Is cancelled when the client leaves.
 Message = MutableMapping[str, Any]
 AsgiApp = Callable[[Message, Callable[[], Awaitable[Message]], Callable[[Message], Awaitable[None]]], Awaitable[None]]
 
-_NATIVE_PATHS = frozenset({"/generate", "/tokenize", "/detokenize"})
-DATA_PATHS = _NATIVE_PATHS | {"/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses"}
+DATA_PATHS = frozenset({"/generate", "/tokenize", "/detokenize", "/v1/chat/completions", "/v1/completions"}) | {
+    "/v1/embeddings",
+    "/v1/responses",
+}
 """Those that are known by name; what else is posted below `/v1/` is data, too."""
+_PLAIN = re.compile(r"/v1(?:/[A-Za-z0-9_~:@-][A-Za-z0-9_~:@.-]*)+")
+"""Neither dots that lead elsewhere, nor bytes that stand for others, nor what some servers read as a slash."""
 
 STORED = (RESPONSES, CONVERSATIONS)
 """Below these, engines keep answers and conversations by name, to be read and deleted."""
@@ -54,11 +59,9 @@ def is_data(method: str, path: str) -> bool:
     """Whether the data handler answers it. A path that could mean another one after decoding is not the data path's:
     what a client may ask of an engine must not depend on how that engine reads `/v1/../flush_cache`.
     """
-    if method != "POST" and not (method in ("GET", "DELETE") and path.startswith(_KEPT)):
-        return False
-    if path.startswith("/v1/"):
-        return "%" not in path and "/." not in path and "//" not in path and not path.endswith("/")
-    return path in _NATIVE_PATHS
+    if method == "POST":
+        return path in DATA_PATHS or _PLAIN.fullmatch(path) is not None
+    return method in ("GET", "DELETE") and path.startswith(_KEPT) and _PLAIN.fullmatch(path) is not None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,6 +16,7 @@ import httptools
 
 from kvherd.core.errors import BodyTooLarge, FrameInvalid, HeadTooLarge, KvherdError, Unsupported
 from kvherd.services.gateway.relay.edge import DataRequest, RelayLimits
+from kvherd.services.gateway.relay.first_line import METHODS, path_of, rare_method
 from kvherd.services.gateway.relay.identity import forwarded, identify
 from kvherd.wire.http_heads import KnownHead
 
@@ -58,7 +59,6 @@ _DISGUISED = frozenset({b"content_length", b"transfer_encoding"})
 """Some servers read an underscore as a hyphen; what could frame a body there is not sent on."""
 _NOTABLE = _OF_THE_CONNECTION | _DISGUISED | {b"host", b"content-length", b"x-request-id", b"traceparent"}
 _USUAL_TOKENS = frozenset({b"keep-alive", b"close", b"upgrade"})
-_METHODS = {name.encode(): name for name in ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")}
 _REQUEST_ID = re.compile(rb"[!#$%&'()*+,\-./0-9:;<=>?@A-Z\[\]^_`a-z{|}~]{1,128}")  # no space, quote or backslash
 _HOST = re.compile(rb"[A-Za-z0-9._~!$&'()*+,;=%\-\[\]:]*")
 _BYTES_AROUND_A_CHUNK = 8
@@ -233,6 +233,8 @@ class RequestParser:
         if self._http10:
             if self._chunked:
                 raise _Refused(FrameInvalid("HTTP/1.0", "it has no Transfer-Encoding"))
+            if self._hosts > 1:
+                raise _Refused(FrameInvalid("HTTP/1.0", f"it has {self._hosts} Host headers and may have one"))
         elif version != "1.1":
             raise _Refused(Unsupported(f"HTTP/{version}"))
         elif self._hosts != 1:
@@ -362,10 +364,11 @@ class RequestParser:
         self._body = []
         path, _, query = self._url.decode("latin-1").partition("?")
         if not path.startswith("/"):
-            if method == b"CONNECT":
-                raise _Refused(Unsupported("CONNECT"))
-            path = _path_of(path)
-        name = _METHODS.get(method) or method.decode("latin-1")
+            path = path_of(path)
+        try:
+            name = METHODS.get(method) or rare_method(method)
+        except Unsupported as error:
+            raise _Refused(error) from None
         return DataRequest(name, path, query, headers, body, self._peer, identified)
 
 
@@ -387,12 +390,3 @@ class _BodyOnly:
     def __init__(self, parser: RequestParser) -> None:
         self.on_body = parser.on_body
         self.on_message_complete = parser.on_message_complete
-
-
-def _path_of(target: str) -> str:
-    """The path of a target in absolute form; `*` stays itself."""
-    _, scheme, rest = target.partition("://")
-    if not scheme:
-        return target
-    _, slash, path = rest.partition("/")
-    return slash + path if slash else "/"
