@@ -79,6 +79,9 @@ class Sink:
     def fail(self, reason: str) -> None:
         raise RuntimeError(reason)
 
+    def when_drained(self, then: Callable[[], None]) -> None:
+        then()
+
     async def drain(self) -> None:
         return
 

@@ -116,20 +116,25 @@ async def run_engine() -> None:
 async def run_relay(urls: list[str]) -> None:
     from kvherd.adapters.http_worker import HttpWorker  # noqa: PLC0415 - only this role needs the package
     from kvherd.core.ids import WorkerId  # noqa: PLC0415
-    from kvherd.ports.worker import Call, Responder  # noqa: PLC0415
+    from kvherd.ports.worker import Call, Flight, Landed, Responder  # noqa: PLC0415
     from kvherd.services.gateway.relay.edge import DataRequest  # noqa: PLC0415
     from kvherd.services.gateway.relay.server import RelayServer  # noqa: PLC0415
 
     workers = itertools.cycle([HttpWorker(WorkerId(url), url) for url in urls])
 
+    def called(incoming: DataRequest) -> Call:
+        return Call(incoming.method, incoming.target, incoming.headers, incoming.body, incoming.request)
+
     async def forward(incoming: DataRequest, responder: Responder) -> None:
-        call = Call(incoming.method, incoming.target, incoming.headers, incoming.body, incoming.request)
-        await next(workers).forward(call, responder)
+        await next(workers).forward(called(incoming), responder)
+
+    def launch(incoming: DataRequest, responder: Responder, landed: Landed) -> Flight | None:
+        return next(workers).launch(called(incoming), responder, landed)
 
     async def no_app(*_: object) -> None:
         raise NotImplementedError
 
-    async with RelayServer(forward, no_app) as relay:
+    async with RelayServer(forward, no_app, launch=launch) as relay:
         print(relay.port, flush=True)
         await asyncio.Event().wait()
 

@@ -21,7 +21,9 @@ from kvherd.core.errors import FieldInvalid, WorkerFailed, WorkerRefused, Worker
 from kvherd.core.ids import Rank, WorkerId
 from kvherd.ports.worker import (
     Call,
+    Flight,
     FlushAnswer,
+    Landed,
     Opened,
     ProfileAnswer,
     RankOutcome,
@@ -87,6 +89,9 @@ class GrpcWorker:
         if self._generations is None:
             raise WorkerUnsupported(self._id, f"generation for us; it speaks {self._dialect.service}")
         await self._generations.answer(call, responder)
+
+    def launch(self, _call: Call, _responder: Responder, _landed: Landed) -> Flight | None:
+        return None  # tokens are made into text, which a task waits for
 
     async def probe(self) -> None:
         if self._dialect.messages is None:

@@ -1,11 +1,12 @@
 """One HTTP/1.1 connection to a worker, on a bare protocol: what a relay needs of a client and no more.
 
 An answer's bytes go to a `Sink` from inside the read callback: no queue, no task and no wake-up for each piece. So
-that a sink which cannot keep up bounds what is read, after every `_SETTLE_BYTES` reading stops until `settle` returns.
+that a sink which cannot keep up bounds what is read, after every `_SETTLE_BYTES` it is asked whether more may come.
 """
 
 import asyncio
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple, Protocol, cast
 
 import httptools
@@ -27,9 +28,16 @@ class Sink(Protocol):
 
     def body(self, data: bytes) -> None: ...
 
-    async def settle(self) -> None:
-        """Wait until more may come."""
+    def when_settled(self, then: Callable[[], None]) -> None:
+        """Call `then` when more may come, before returning if that is now."""
         ...
+
+
+Over = Callable[[Exception | None], None]
+
+
+def _nobody_waits(_outcome: Exception | None) -> None:
+    return
 
 
 class UpstreamUnreachable(Exception):
@@ -63,20 +71,32 @@ class _Usual(NamedTuple):
     length_at: int
 
 
+class Owner(Protocol):
+    """Who keeps connections between exchanges."""
+
+    def free(self, connection: "UpstreamConnection") -> None:
+        """An exchange has ended."""
+        ...
+
+    def forget(self, connection: "UpstreamConnection") -> None:
+        """The connection is gone."""
+        ...
+
+
 class UpstreamConnection(asyncio.Protocol):
     """One connection, one exchange at a time; `reusable` says whether another may follow."""
 
     __slots__ = (
         "_begun",
         "_framed",
-        "_gone",
         "_head_fed",
         "_headers",
         "_in_body",
         "_interim",
-        "_loop",
         "_misses",
         "_outcome",
+        "_over",
+        "_owner",
         "_parser",
         "_paused",
         "_pieces",
@@ -85,7 +105,7 @@ class UpstreamConnection(asyncio.Protocol):
         "_unsettled",
         "_used",
         "_usual",
-        "_wake",
+        "_waits",
         "idle_since_s",
         "lost",
         "reusable",
@@ -94,16 +114,15 @@ class UpstreamConnection(asyncio.Protocol):
 
     transport: asyncio.Transport
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, gone: Callable[["UpstreamConnection"], None]) -> None:
-        """`gone` is called when it has ended."""
-        self._loop = loop
-        self._gone = gone
+    def __init__(self, owner: "Owner") -> None:
+        self._owner = owner
         self._parser = httptools.HttpResponseParser(self)
         self._sink: Sink | None = None
-        self._wake: asyncio.Future[None] | None = None
+        self._over: Over = _nobody_waits
         self._outcome: bool | Exception = False
         self._headers: list[tuple[bytes, bytes]] = []
-        self._begun = self._used = self._in_body = self._framed = self._interim = self._paused = False
+        self._begun = self._used = self._in_body = self._framed = self._interim = False
+        self._waits = self._paused = False
         self._unsettled = self._head_fed = self._misses = 0
         self._pieces: list[bytes] = []
         self._told: list[tuple[bytes, bytes]] = []
@@ -112,50 +131,43 @@ class UpstreamConnection(asyncio.Protocol):
         self.reusable = True
         self.idle_since_s = 0.0
 
-    async def exchange(self, head: bytes, body: bytes, sink: Sink, sent: Callable[[], None] | None) -> None:
-        """Send one request and give its answer to the sink. Raises `UpstreamBroken`. Cancelled, it ends the
-        connection, which is how an engine learns that nobody waits any more.
+    def begin(self, head: bytes, body: bytes, sink: Sink, over: Over) -> bool:
+        """Send one request and give its answer to the sink. `over` is called once, later, with None or with what went
+        wrong: `UpstreamBroken`, or what the sink raised. False: the connection is closed and nothing was sent.
         """
-        if self.lost or self.transport.is_closing():
+        transport = self.transport
+        if self.lost or transport.is_closing():
             self.reusable = False
-            raise UpstreamBroken("the connection was closed", stale=True, unsent=True)
+            return False
         self._sink = sink
+        self._over = over
         self._outcome = self._begun = self._in_body = False
         self._unsettled = self._head_fed = 0
         if len(body) <= _JOIN_BYTES:
-            self.transport.write(head + body)
+            transport.write(head + body)
         else:
-            self.transport.writelines((head, body))
-        if sent is not None:
-            sent()
-        try:
-            while self._outcome is False:
-                self._wake = self._loop.create_future()
-                await self._wake
-                if self._paused and self._outcome is False:
-                    await sink.settle()
-                    self._unsettled = 0
-                    self._resume()
-        except BaseException:
-            self.reusable = False
-            self.transport.abort()
-            raise
-        finally:
-            self._sink = None
-            self._used = True
-        if self._paused:
-            self._resume()
-        self._raise_if_broken()
+            transport.writelines((head, body))
+        return True
 
-    def _raise_if_broken(self) -> None:
-        if isinstance(self._outcome, Exception):
-            self.transport.abort()
-            raise self._outcome
+    def cancel(self) -> None:
+        """End the connection, which is how an engine learns that nobody waits any more; `over` is not called."""
+        self._sink = None
+        self._over = _nobody_waits
+        self.reusable = False
+        self.transport.abort()
 
-    def _resume(self) -> None:
-        if self._paused and not self.lost:
-            self.transport.resume_reading()
-        self._paused = False
+    def _end(self) -> None:
+        """Tell what became of the exchange. The last step of whatever ends one: another may begin within it."""
+        outcome, over = self._outcome, self._over
+        self._sink = None
+        self._over = _nobody_waits
+        self._used = True
+        if isinstance(outcome, Exception):
+            self.transport.abort()
+        elif self._waits:
+            self._settled()
+        self._owner.free(self)
+        over(outcome if isinstance(outcome, Exception) else None)
 
     # --- called by the event loop ---------------------------------------------------------------------------
 
@@ -167,6 +179,11 @@ class UpstreamConnection(asyncio.Protocol):
             self.reusable = False
             self.transport.abort()
             return
+        self._read(data)
+        if self._outcome is not False:
+            self._end()
+
+    def _read(self, data: bytes) -> None:
         whole = not self._begun
         if whole and self._usual is not None and self._recall(data, self._usual):
             return
@@ -203,13 +220,28 @@ class UpstreamConnection(asyncio.Protocol):
         except Exception as error:  # noqa: BLE001 - whatever a sink raises is for who waits, as when llhttp calls it
             self.reusable = False
             self._outcome = error
-            self._wake_up()
 
     def _stop_reading(self) -> None:
-        if not self._paused and self._outcome is False:
+        """Until the sink can take more, which may be now."""
+        if self._waits or self._outcome is not False or self._sink is None:
+            return
+        self._waits = True
+        self._sink.when_settled(partial(self._settle, self._sink))
+        if self._waits:
             self._paused = True
             self.transport.pause_reading()
-            self._wake_up()
+
+    def _settle(self, sink: Sink) -> None:
+        if sink is self._sink:
+            self._settled()
+
+    def _settled(self) -> None:
+        self._waits = False
+        self._unsettled = 0
+        if self._paused:
+            self._paused = False
+            if not self.lost and not self.transport.is_closing():
+                self.transport.resume_reading()
 
     def _recall(self, data: bytes, usual: "_Usual") -> bool:
         """Whether the piece is a whole answer with the head of an earlier one; then it is passed on."""
@@ -261,7 +293,8 @@ class UpstreamConnection(asyncio.Protocol):
                 why = f" ({why_untrusted(exc) if isinstance(exc, OSError) else exc})" if exc is not None else ""
                 stale = self._used and not self._begun
                 self._finish(UpstreamBroken(f"it closed the connection {when}{why}", stale=stale))
-        self._gone(self)
+            self._end()
+        self._owner.forget(self)
         del self._parser  # it refers back to this object
 
     # --- called by llhttp -----------------------------------------------------------------------------------
@@ -317,8 +350,3 @@ class UpstreamConnection(asyncio.Protocol):
             self.reusable = False
         if self._outcome is False:
             self._outcome = outcome
-            self._wake_up()
-
-    def _wake_up(self) -> None:
-        if self._wake is not None and not self._wake.done():
-            self._wake.set_result(None)

@@ -67,8 +67,8 @@ class _Kept:
             raise AnswerTooLarge
         self._parts.append(data)
 
-    async def settle(self) -> None:
-        return
+    def when_settled(self, then: Callable[[], None]) -> None:
+        then()
 
     def answer(self) -> HttpAnswer:
         return HttpAnswer(self.status, b"".join(self._parts))

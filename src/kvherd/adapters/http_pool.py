@@ -5,7 +5,14 @@ import errno
 from collections import deque
 from collections.abc import Callable
 
-from kvherd.adapters.http_connection import NoDescriptor, Sink, UpstreamBroken, UpstreamConnection, UpstreamUnreachable
+from kvherd.adapters.http_connection import (
+    NoDescriptor,
+    Over,
+    Sink,
+    UpstreamBroken,
+    UpstreamConnection,
+    UpstreamUnreachable,
+)
 from kvherd.adapters.tls import ClientTls, connected, why_untrusted
 
 
@@ -56,21 +63,48 @@ class HttpPool:
         A request that met a kept connection just as the worker closed it is sent once more, on a new connection: if
         nothing of it had left, or if it is `repeatable` and nothing of an answer had come.
         """
-        connection = self._take_idle() or await self._new()
         try:
-            await connection.exchange(head, body, sink, sent)
+            await self._run(self._take_idle() or await self._new(), head, body, sink, sent)
         except UpstreamBroken as broken:
             if not (broken.unsent or (broken.stale and repeatable)):
                 raise
         else:
             return
-        finally:
-            self._release(connection)
-        connection = await self._new()
+        await self._run(await self._new(), head, body, sink, sent)
+
+    async def exchange_anew(self, head: bytes, body: bytes, sink: Sink) -> None:
+        """`exchange` on a connection that has served nothing yet, and not a second time."""
+        await self._run(await self._new(), head, body, sink, None)
+
+    def begin(self, head: bytes, body: bytes, sink: Sink, over: Over) -> UpstreamConnection | None:
+        """Run one request on an idle connection, `over` being called as `UpstreamConnection.begin` has it; None, and
+        nothing has happened, if none is idle. Nothing is sent twice: that is left to who is told.
+        """
+        connection = self._take_idle()
+        return connection if connection is not None and connection.begin(head, body, sink, over) else None
+
+    async def _run(
+        self, connection: UpstreamConnection, head: bytes, body: bytes, sink: Sink, sent: Callable[[], None] | None
+    ) -> None:
+        """Cancelled, it ends the connection."""
+        over: asyncio.Future[Exception | None] = self.loop.create_future()
+
+        def tell(outcome: Exception | None) -> None:
+            if not over.done():
+                over.set_result(outcome)
+
+        if not connection.begin(head, body, sink, tell):
+            raise UpstreamBroken("the connection was closed", stale=True, unsent=True)
         try:
-            await connection.exchange(head, body, sink, sent)
-        finally:
-            self._release(connection)
+            if sent is not None:
+                sent()
+            outcome = await over
+        except BaseException:
+            if over.cancelled() or not over.done():  # else it is another's already
+                connection.cancel()
+            raise
+        if outcome is not None:
+            raise outcome
 
     async def close(self) -> None:
         """End every connection, also those in use. Idempotent."""
@@ -145,13 +179,16 @@ class HttpPool:
         return made
 
     def _connection(self) -> UpstreamConnection:
-        return UpstreamConnection(self.loop, self.forget)
+        return UpstreamConnection(self)
 
     def _check_open(self) -> None:
         if self._closed:
             raise UpstreamUnreachable("its connections are closed here")
 
-    def _release(self, connection: UpstreamConnection) -> None:
+    def free(self, connection: UpstreamConnection) -> None:
+        """Called by a connection whose exchange has ended."""
+        if connection.lost:
+            return
         if not connection.reusable or self._closed:
             connection.transport.close()
             return

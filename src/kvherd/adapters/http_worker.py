@@ -1,9 +1,10 @@
 """An engine worker that speaks HTTP: kvherd's own, vLLM, SGLang, or any OpenAI-compatible server."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import assert_never
 
-from kvherd.adapters.http_connection import NoDescriptor, UpstreamBroken, UpstreamUnreachable
+from kvherd.adapters.http_connection import NoDescriptor, UpstreamBroken, UpstreamConnection, UpstreamUnreachable
 from kvherd.adapters.http_detect import detect
 from kvherd.adapters.http_exchange import HttpAnswer, HttpAsker, pool_to
 from kvherd.adapters.http_flush import flush_by_url, flush_vllm
@@ -18,7 +19,9 @@ from kvherd.core.fleet.refusals import DescriptorsExhausted
 from kvherd.core.ids import WorkerId
 from kvherd.ports.worker import (
     Call,
+    Flight,
     FlushAnswer,
+    Landed,
     Opened,
     ProfileAnswer,
     Responder,
@@ -87,19 +90,42 @@ class HttpWorker:
         is the client's, byte for byte.
         """
         call = self._at_rank(call)
-        relayed = _Relayed(call, responder)
-        repeatable = call.method == "GET" or not call.path.startswith(_STATEFUL)
+        relayed = _Relayed(self, call, responder)
+        with self._naming_failures(responder):
+            await self._pool.exchange(self._head(call), call.body, relayed, repeatable=relayed.repeatable)
+        relayed.finish(self._id)
+
+    def launch(self, call: Call, responder: Responder, landed: Landed) -> Flight | None:
+        call = self._at_rank(call)
+        relayed = _Relayed(self, call, responder)
+        relayed.landed = landed
+        relayed.connection = self._pool.begin(self._head(call), call.body, relayed, relayed.over)
+        return relayed if relayed.connection is not None else None
+
+    async def again(self, call: Call, responder: Responder) -> None:
+        """Once more, where a kept connection had ended before anything came of it; `call` is at its rank already."""
+        relayed = _Relayed(self, call, responder)
+        with self._naming_failures(responder):
+            await self._pool.exchange_anew(self._head(call), call.body, relayed)
+        relayed.finish(self._id)
+
+    @contextmanager
+    def _naming_failures(self, responder: Responder) -> Iterator[None]:
         try:
-            await self._pool.exchange(self._head(call), call.body, relayed, repeatable=repeatable)
+            yield
         except NoDescriptor:
             raise DescriptorsExhausted from None
         except UpstreamUnreachable as error:
             raise WorkerUnreachable(self._id, str(error)) from None
         except UpstreamBroken as error:
-            if responder.started:
-                responder.fail(str(WorkerFailed(self._id, error.reason)))
-            raise WorkerFailed(self._id, error.reason) from None
-        relayed.finish(self._id)
+            raise self.failure(error, responder) from None
+
+    def failure(self, broken: UpstreamBroken, responder: Responder) -> WorkerFailed:
+        """What became of an answer, once its client was told, if it had begun."""
+        failed = WorkerFailed(self._id, broken.reason)
+        if responder.started:
+            responder.fail(str(failed))
+        return failed
 
     async def probe(self) -> None:
         answer = await self._asker.ask("GET", "/health")
@@ -193,17 +219,55 @@ class HttpWorker:
 
 
 class _Relayed:
-    """An answer on its way to the client: a sink of the pool."""
+    """An answer on its way to the client: a sink of the pool, and a flight where it was launched."""
 
-    __slots__ = ("_call", "_refusal", "_refused_status", "_responder", "_sniffer", "_waits_for_first")
+    __slots__ = (
+        "_call",
+        "_refusal",
+        "_refused_status",
+        "_responder",
+        "_sniffer",
+        "_waits_for_first",
+        "_worker",
+        "connection",
+        "landed",
+    )
 
-    def __init__(self, call: Call, responder: Responder) -> None:
+    landed: Landed
+
+    def __init__(self, worker: HttpWorker, call: Call, responder: Responder) -> None:
+        self._worker = worker
         self._call = call
         self._responder = responder
         self._refused_status = 0
         self._refusal = b""
         self._sniffer: UsageSniffer | None = None
         self._waits_for_first = False
+        self.connection: UpstreamConnection | None = None
+
+    @property
+    def repeatable(self) -> bool:
+        return self._call.method == "GET" or not self._call.path.startswith(_STATEFUL)
+
+    def cancel(self) -> None:
+        if self.connection is not None:
+            self.connection.cancel()
+            self.connection = None
+
+    def over(self, outcome: Exception | None) -> None:
+        """The exchange of a launched request has ended."""
+        self.connection = None
+        if outcome is None:
+            try:
+                self.finish(self._worker.id)
+            except WorkerRefused as refused:
+                outcome = refused
+        elif isinstance(outcome, UpstreamBroken):
+            if outcome.unsent or (outcome.stale and self.repeatable):
+                self.landed(self._worker.again(self._call, self._responder))
+                return
+            outcome = self._worker.failure(outcome, self._responder)
+        self.landed(outcome)
 
     def head(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
         if status in _ANOTHER_MAY_SERVE:
@@ -230,8 +294,8 @@ class _Relayed:
             self._sniffer.feed(data)
         self._responder.write(data)
 
-    async def settle(self) -> None:
-        await self._responder.drain()
+    def when_settled(self, then: Callable[[], None]) -> None:
+        self._responder.when_drained(then)
 
     def finish(self, worker: WorkerId) -> None:
         if self._refused_status:

@@ -1,10 +1,10 @@
 """What the gateway may rely on from one worker, whatever it speaks."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from types import MappingProxyType
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from kvherd.core.ids import Rank, RequestId, WorkerId
 from kvherd.ports.completions import Usage
@@ -91,6 +91,24 @@ class Responder(Protocol):
         """Wait until the client has taken enough that more may be written."""
         ...
 
+    def when_drained(self, then: Callable[[], None]) -> None:
+        """Call `then` when more may be written, before returning if that is now. Also if the client leaves."""
+        ...
+
+
+class Flight(Protocol):
+    """A request under way for which no task waits: a task costs more than all else that a small answer needs."""
+
+    def cancel(self) -> None:
+        """End it at once, on the engine too. It does not land any more."""
+        ...
+
+
+Landed = Callable[[Exception | Coroutine[Any, Any, None] | None], None]
+"""Called once, and never from within `launch`. None: the answer has ended. An error: what awaiting would have raised.
+A coroutine: it is to go on in a task, as another try on a new connection must, and is awaited as `forward` would be.
+"""
+
 
 @dataclass(frozen=True, slots=True)
 class RankOutcome:
@@ -157,6 +175,10 @@ class Worker(Protocol):
         """Run one request and write its whole answer. Raises before `responder.start` if another worker may try;
         once started, failures go to `responder.fail` and raise `WorkerFailed` too.
         """
+        ...
+
+    def launch(self, call: Call, responder: Responder, landed: Landed) -> Flight | None:
+        """`forward` without a task. None: it cannot now, nothing has happened, and `forward` is to be awaited."""
         ...
 
     async def probe(self) -> None:

@@ -9,7 +9,9 @@ from kvherd.core.ids import Rank, WorkerId
 from kvherd.ports.completions import Usage
 from kvherd.ports.worker import (
     Call,
+    Flight,
     FlushAnswer,
+    Landed,
     Opened,
     ProfileAnswer,
     RankOutcome,
@@ -58,6 +60,9 @@ class FakeResponder:
 
     async def drain(self) -> None:
         await asyncio.sleep(0)
+
+    def when_drained(self, then: Callable[[], None]) -> None:
+        then()
 
 
 @dataclass
@@ -128,6 +133,9 @@ class FakeWorker:
         except asyncio.CancelledError:
             self.cancelled += 1
             raise
+
+    def launch(self, _call: Call, _responder: Responder, _landed: Landed) -> Flight | None:
+        return None
 
     async def probe(self) -> None:
         self.probes += 1

@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from kvherd.core.errors import CallerError, WorkerError, WorkerFailed, WorkerTimedOut
@@ -45,6 +45,9 @@ class _Kept:
 
     async def drain(self) -> None:
         return
+
+    def when_drained(self, then: Callable[[], None]) -> None:
+        then()
 
 
 @dataclass(slots=True)

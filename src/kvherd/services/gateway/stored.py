@@ -143,6 +143,7 @@ class _Learning:
         self._worker = WorkerId("")
         self._told: ToldNames | None = None
         self.drain = inner.drain
+        self.when_drained = inner.when_drained
 
     @property
     def started(self) -> bool:
@@ -198,6 +199,9 @@ class _Status:
         self.status = 0
 
     async def drain(self) -> None: ...
+
+    def when_drained(self, then: Callable[[], None]) -> None:
+        then()
 
 
 def _parts(path: str) -> tuple[str, str]:

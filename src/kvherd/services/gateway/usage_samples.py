@@ -61,6 +61,7 @@ class WithoutUsage:
         self._inner = inner
         self._taken: TakenUsage | None = None
         self.drain = inner.drain
+        self.when_drained = inner.when_drained
 
     @property
     def started(self) -> bool:

@@ -13,6 +13,7 @@ class Witness:
         # The bytes themselves are none of its business: a call less for each of them.
         self.write = inner.write
         self.drain = inner.drain
+        self.when_drained = inner.when_drained
         self.on_start: Callable[[], None] | None = None
         self.status = 0
         self.over = False

@@ -12,7 +12,7 @@ import pytest
 
 from kvherd.adapters.http_worker import HttpWorker
 from kvherd.core.ids import WorkerId
-from kvherd.ports.worker import Call, Responder
+from kvherd.ports.worker import Call, Flight, Landed, Responder
 from kvherd.services.gateway.relay.edge import DataRequest, Message, RelayLimits
 from kvherd.services.gateway.relay.requests import Incoming, Refusal, RequestParser
 from kvherd.services.gateway.relay.server import RelayServer
@@ -234,16 +234,28 @@ class Stage:
 
 
 @asynccontextmanager
-async def stage(script: Script = what_it_saw, limits: RelayLimits = LIMITS) -> AsyncIterator[Stage]:
-    """A relay before one engine, and an application beside it."""
+async def stage(
+    script: Script = what_it_saw, limits: RelayLimits = LIMITS, *, launched: bool = False
+) -> AsyncIterator[Stage]:
+    """A relay before one engine, and an application beside it. `launched`: so is the first request, since the worker
+    was asked for its health and kept the connection.
+    """
     async with RawServer(script) as engine:
         worker = HttpWorker(WorkerId(engine.url), engine.url)
 
-        async def forward(incoming: DataRequest, responder: Responder) -> None:
-            call = Call(incoming.method, incoming.target, incoming.headers, incoming.body, incoming.request)
-            await worker.forward(call, responder)
+        def called(incoming: DataRequest) -> Call:
+            return Call(incoming.method, incoming.target, incoming.headers, incoming.body, incoming.request)
 
-        async with RelayServer(forward, app, limits=limits) as relay:
+        async def forward(incoming: DataRequest, responder: Responder) -> None:
+            await worker.forward(called(incoming), responder)
+
+        def launch(incoming: DataRequest, responder: Responder, landed: Landed) -> Flight | None:
+            return worker.launch(called(incoming), responder, landed)
+
+        async with RelayServer(forward, app, launch=launch, limits=limits) as relay:
+            if launched:
+                await worker.probe()
+                engine.requests.clear()
             yield Stage(relay, engine)
         await worker.close()
 
@@ -422,13 +434,19 @@ async def test_a_client_that_sends_its_end_gets_its_stream_to_the_end() -> None:
 
 @pytest.mark.net
 @pytest.mark.parametrize("begun", [False, True])
-async def test_a_client_that_finished_sending_and_then_left_ends_the_request_on_the_engine(begun: bool) -> None:
-    async def hold(_: RawRequest, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+@pytest.mark.parametrize("launched", [False, True])
+async def test_a_client_that_finished_sending_and_then_left_ends_the_request_on_the_engine(
+    begun: bool, launched: bool
+) -> None:
+    async def hold(request: RawRequest, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if request.target == "/health":
+            await what_it_saw(request, reader, writer)
+            return
         if begun:
             writer.write(SSE_HEAD + chunk(b"data: 1\n\n"))
         await reader.readexactly(1)
 
-    async with stage(hold) as at:
+    async with stage(hold, launched=launched) as at:
         async with at.client() as client:
             client.send(told())
             if begun:
@@ -533,8 +551,9 @@ def once(said: bytes, *, then_end: bool = False) -> Script:
 
 @pytest.mark.net
 @pytest.mark.parametrize("said", [pytest.param(said, id=name) for name, said in PASSED.items()])
-async def test_an_odd_but_clear_answer_is_passed_on_and_the_next_is_right(said: bytes) -> None:
-    async with stage(once(said)) as at, at.client() as client:
+@pytest.mark.parametrize("launched", [False, True])
+async def test_an_odd_but_clear_answer_is_passed_on_and_the_next_is_right(said: bytes, launched: bool) -> None:
+    async with stage(once(said), launched=launched) as at, at.client() as client:
         answer = await client.ask(told())
         assert answer.whole
         assert answer.status in {200, 204, 299}
@@ -544,8 +563,11 @@ async def test_an_odd_but_clear_answer_is_passed_on_and_the_next_is_right(said: 
 
 @pytest.mark.net
 @pytest.mark.parametrize("said", [pytest.param(said, id=name) for name, said in BROKEN.items()])
-async def test_an_answer_that_cannot_be_read_is_a_bad_gateway_and_the_next_is_right(said: bytes) -> None:
-    async with stage(once(said)) as at, at.client() as client:
+@pytest.mark.parametrize("launched", [False, True])
+async def test_an_answer_that_cannot_be_read_is_a_bad_gateway_and_the_next_is_right(
+    said: bytes, launched: bool
+) -> None:
+    async with stage(once(said), launched=launched) as at, at.client() as client:
         answer = await client.ask(told())
         assert (answer.status, json.loads(answer.body)["error"]["code"]) == (502, "worker_failed")
         assert json.loads((await client.ask(NEXT)).body) == ["/v1/next", "next"]
@@ -553,8 +575,9 @@ async def test_an_answer_that_cannot_be_read_is_a_bad_gateway_and_the_next_is_ri
 
 @pytest.mark.net
 @pytest.mark.parametrize("said", [pytest.param(said, id=name) for name, said in CUT.items()])
-async def test_an_answer_that_breaks_off_is_not_taken_for_a_whole_one(said: bytes) -> None:
-    async with stage(once(said, then_end=True)) as at:
+@pytest.mark.parametrize("launched", [False, True])
+async def test_an_answer_that_breaks_off_is_not_taken_for_a_whole_one(said: bytes, launched: bool) -> None:
+    async with stage(once(said, then_end=True), launched=launched) as at:
         async with at.client() as client:
             assert not (await client.ask(told())).whole
         async with at.client() as client:
@@ -562,8 +585,10 @@ async def test_an_answer_that_breaks_off_is_not_taken_for_a_whole_one(said: byte
 
 
 @pytest.mark.net
-async def test_more_than_an_answer_never_reaches_the_next_request() -> None:
-    async with stage(once(json_answer(b"hi") + json_answer(b"smuggled"))) as at, at.client() as client:
+@pytest.mark.parametrize("launched", [False, True])
+async def test_more_than_an_answer_never_reaches_the_next_request(launched: bool) -> None:
+    said = json_answer(b"hi") + json_answer(b"smuggled")
+    async with stage(once(said), launched=launched) as at, at.client() as client:
         assert (await client.ask(told())).body == b"hi"
         assert json.loads((await client.ask(NEXT)).body) == ["/v1/next", "next"]
 

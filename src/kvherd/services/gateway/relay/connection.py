@@ -1,20 +1,24 @@
 """One client's connection: its requests, one after the other, for its whole life.
 
-One long-lived task loops over the requests: a task for each would cost more than relaying a small answer does.
-Reading goes on while an answer is written, so that a client that leaves is noticed at once; it stops when a complete
-request waits behind the one being answered, so that a client that only sends cannot fill the memory.
+A request whose answer is a matter of bytes alone is launched and lands, without a task, which would cost more than all
+else that is done for it; any other has a task of its own. Reading goes on while an answer is written, so that a client
+that leaves is noticed at once; it stops when a complete request waits behind the one being answered, so that a client
+that only sends cannot fill the memory.
 """
 
 import asyncio
 import logging
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
-from typing import cast
+from functools import partial
+from typing import Any, cast
 
 from kvherd.core.errors import CallerTooSlow, GatewayFull, GatewayStopping, KvherdError
 from kvherd.core.ids import RequestId
+from kvherd.ports.worker import Flight
 from kvherd.services.gateway.relay.asgi import answer_with_app
 from kvherd.services.gateway.relay.departure import HalfClosed
-from kvherd.services.gateway.relay.edge import AsgiApp, DataHandler, DataRequest, RelayLimits, is_data
+from kvherd.services.gateway.relay.edge import AsgiApp, DataHandler, DataRequest, Launch, RelayLimits, is_data
 from kvherd.services.gateway.relay.requests import Incoming, Refusal, RequestParser, Stage
 from kvherd.services.gateway.relay.responder import ConnectionResponder
 
@@ -34,6 +38,7 @@ class Premises:
     """
 
     handler: DataHandler
+    launch: Launch | None
     app: AsgiApp
     limits: RelayLimits
     group: asyncio.TaskGroup
@@ -52,6 +57,7 @@ class Connection(asyncio.Protocol):
         "_cut_off",
         "_drainers",
         "_ends_at_s",
+        "_flight",
         "_gone",
         "_half_closed",
         "_in_app",
@@ -68,7 +74,6 @@ class Connection(asyncio.Protocol):
         "_stage_since_s",
         "_stalled_since_s",
         "_task",
-        "_wake",
         "transport",
     )
 
@@ -86,9 +91,9 @@ class Connection(asyncio.Protocol):
         self._busy = self._in_app = self._lost = self._cut_off = False
         self._reading = True
         self._responder: ConnectionResponder | None = None
-        self._wake: asyncio.Future[None] | None = None
         self._gone: asyncio.Future[None] | None = None
-        self._drainers: list[asyncio.Future[None]] = []
+        self._drainers: list[Callable[[], None]] = []
+        self._flight: Flight | None = None
         self._task: asyncio.Task[None] | None = None
         self._peer = self._server = ""
 
@@ -106,7 +111,8 @@ class Connection(asyncio.Protocol):
         elif premises.stopping:
             self._parser.refuse(GatewayStopping())
         premises.connections.add(self)
-        self._task = premises.group.create_task(self._serve())
+        if self._parser.ready:
+            self._proceed()
 
     def data_received(self, data: bytes) -> None:
         parser = self._parser
@@ -118,8 +124,8 @@ class Connection(asyncio.Protocol):
         if parser.wants_continue:
             self._let_client_continue()
         if parser.ready:
-            if self._wake is not None:
-                self._wake_up()
+            if not self._busy and self._stalled_since_s is None:
+                self._proceed()
             elif self._reading:
                 self._reading = False
                 self.transport.pause_reading()
@@ -149,6 +155,8 @@ class Connection(asyncio.Protocol):
     def resume_writing(self) -> None:
         self._stalled_since_s = None
         self._release_drainers()
+        if not self._busy:
+            self._proceed()
 
     # --- called by the server -------------------------------------------------------------------------------
 
@@ -178,69 +186,108 @@ class Connection(asyncio.Protocol):
         self._cut_off = True
         if self._task is not None:
             self._task.cancel()
+        elif self._flight is not None and self._responder is not None:
+            self._flight.cancel()
+            self._flight = None
+            self._tell(self._responder, GatewayStopping())
+            self._close()
 
-    # --- the connection's task ------------------------------------------------------------------------------
+    # --- one request after the other ------------------------------------------------------------------------------
 
     async def drain(self) -> None:
         """Wait until the client has taken enough of what was written; returns at once if it has, or has left."""
         while self._stalled_since_s is not None and not self._lost:
             waiter = self._premises.loop.create_future()
-            self._drainers.append(waiter)
+            self._drainers.append(partial(_let_go, waiter))
             await waiter
 
-    async def _serve(self) -> None:
+    def when_drained(self, then: Callable[[], None]) -> None:
+        if self._stalled_since_s is None or self._lost:
+            then()
+        else:
+            self._drainers.append(then)
+
+    def landed(self, responder: ConnectionResponder, outcome: Exception | Coroutine[Any, Any, None] | None) -> None:
+        """A launched request's answer has ended, or is to go on in a task."""
+        if responder is not self._responder or self._lost:
+            if isinstance(outcome, Coroutine):
+                outcome.close()
+            return
+        self._flight = None
+        if outcome is not None and isinstance(outcome, Coroutine):
+            self._task = self._premises.group.create_task(self._await(outcome, responder))
+            return
+        if outcome is not None:
+            self._fail(responder, outcome)
+        self._done(responder)
+        self._proceed()
+
+    def _proceed(self) -> None:
+        """Begin with the next request, if there is one and the client took what came before it."""
         parser = self._parser
-        try:
-            while not self._lost:
-                if not parser.ready:
-                    if parser.ended or self._premises.stopping:
-                        break
-                    await self._next()
-                    continue
-                item = parser.ready.popleft()
-                if not self._reading and not parser.ready:
-                    self._reading = True
-                    self.transport.resume_reading()
-                if isinstance(item, Refusal):
-                    self._refuse(item.error)
-                    return
-                if not await self._answer(item):
-                    break
-        finally:
-            if self._ends_at_s is None:
-                self._close()
+        while not self._busy and not self._lost and self._stalled_since_s is None and self._ends_at_s is None:
+            if not parser.ready:
+                if parser.ended or self._premises.stopping:
+                    self._close()
+                return
+            item = parser.ready.popleft()
+            if not self._reading and not parser.ready:
+                self._reading = True
+                self.transport.resume_reading()
+            if isinstance(item, Refusal):
+                self._refuse(item.error)
+            else:
+                self._begin(item)
 
-    async def _next(self) -> None:
-        self._wake = self._premises.loop.create_future()
-        try:
-            await self._wake
-        finally:
-            self._wake = None
-
-    async def _answer(self, incoming: Incoming) -> bool:
-        """Answer one request; whether the connection may serve another."""
+    def _begin(self, incoming: Incoming) -> None:
+        premises = self._premises
         self._responder = responder = ConnectionResponder(self, incoming)
         self._busy = True
-        if self._premises.stopping:
+        if premises.stopping:
             responder.keep_alive = False
+        if premises.launch is not None and is_data(incoming.request.method, incoming.request.path):
+            try:
+                self._flight = premises.launch(incoming.request, responder, responder.landed)
+            except Exception as error:  # noqa: BLE001 - the edge of the process, as for a task
+                self._fail(responder, error)
+                self._done(responder)
+                return
+            if self._flight is not None:
+                return
+        self._task = premises.group.create_task(self._await(self._call(incoming, responder), responder))
+
+    async def _await(self, answer: Coroutine[Any, Any, None], responder: ConnectionResponder) -> None:
+        """The task of a request that has one."""
         try:
-            await self._call(incoming, responder)
+            await answer
         except asyncio.CancelledError:
             if self._cut_off:
                 self._tell(responder, GatewayStopping())
+            if self._ends_at_s is None:
+                self._close()
             raise
-        except KvherdError as error:
-            self._tell(responder, error)
         except Exception as error:  # noqa: BLE001 - the edge of the process: whatever a handler raised is answered here
-            if not self._lost:
-                _log.exception("request %s failed", incoming.request.request)
-            self._tell(responder, error)
+            self._fail(responder, error)
+        self._task = None
+        self._done(responder)
+        self._proceed()
+
+    def _fail(self, responder: ConnectionResponder, error: Exception) -> None:
+        if not isinstance(error, KvherdError) and not self._lost:
+            _log.error("request %s failed", responder.request, exc_info=error)
+        self._tell(responder, error)
+
+    def _done(self, responder: ConnectionResponder) -> None:
+        """The answer has ended; the next request may begin."""
+        if not responder.ended:
+            self._fail(responder, AnswerUnfinished(f"the answer to {responder.request} has no end"))
         self._busy = False
         self._responder = None
         self._stage_since_s = self._premises.now_s
         if self._parser.wants_continue:
             self._let_client_continue()
-        return responder.keep_alive
+        if not responder.keep_alive and self._ends_at_s is None:
+            self._close()
 
     async def _call(self, incoming: Incoming, responder: ConnectionResponder) -> None:
         premises, request = self._premises, incoming.request
@@ -260,8 +307,6 @@ class Connection(asyncio.Protocol):
                 )
             finally:
                 self._in_app = False
-        if not responder.ended:
-            raise AnswerUnfinished(f"the answer to {request.method} {request.path} has no end")
 
     def _tell(self, responder: ConnectionResponder, error: BaseException) -> None:
         if responder.started:
@@ -287,10 +332,6 @@ class Connection(asyncio.Protocol):
 
     # --- small steps ----------------------------------------------------------------------------------------
 
-    def _wake_up(self) -> None:
-        if self._wake is not None and not self._wake.done():
-            self._wake.set_result(None)
-
     def _let_client_continue(self) -> None:
         if not self._busy and not self._parser.ready:
             self._parser.wants_continue = False
@@ -309,7 +350,7 @@ class Connection(asyncio.Protocol):
         elif age_s > limits.body_s:
             self._parser.refuse(CallerTooSlow("body", limits.body_s))
         if self._parser.ready:
-            self._wake_up()
+            self._proceed()
 
     def _leave(self) -> None:
         if self._lost:
@@ -317,6 +358,9 @@ class Connection(asyncio.Protocol):
         self._lost = True
         if self._responder is not None:
             self._responder.abandon()
+        if self._flight is not None:
+            self._flight.cancel()
+            self._flight = None
         self._release_drainers()
         if self._gone is not None and not self._gone.done():
             self._gone.set_result(None)
@@ -332,15 +376,19 @@ class Connection(asyncio.Protocol):
             self._responder.sound()
 
     def _release_drainers(self) -> None:
-        for waiter in self._drainers:
-            if not waiter.done():
-                waiter.set_result(None)
-        self._drainers.clear()
+        drainers, self._drainers = self._drainers, []
+        for then in drainers:
+            then()
 
     def _close(self) -> None:
         """Close once what was written has gone out, or by force after a while."""
         self._ends_at_s = self._premises.now_s + self._premises.limits.stalled_write_s
         self.transport.close()
+
+
+def _let_go(waiter: "asyncio.Future[None]") -> None:
+    if not waiter.done():
+        waiter.set_result(None)
 
 
 def _address(transport: asyncio.Transport, which: str) -> str:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from kvherd.core.ids import RequestId
-from kvherd.ports.worker import Responder
+from kvherd.ports.worker import Flight, Landed, Responder
 from kvherd.wire.openai.stored import CONVERSATIONS, RESPONSES
 
 
@@ -37,6 +37,11 @@ class DataRequest(NamedTuple):
 DataHandler = Callable[[DataRequest, Responder], Awaitable[None]]
 """Answers one request of the data path. Raises a `KvherdError` before `responder.start` to have it answered as an
 OpenAI error with its status. Is cancelled when the client leaves.
+"""
+
+Launch = Callable[[DataRequest, Responder, Landed], Flight | None]
+"""The same without a task, for an answer that is a matter of bytes alone. None: nothing has happened, and the handler
+is to be called. May raise a `KvherdError` like the handler; afterwards it lands, once, unless its flight was cancelled.
 """
 
 Message = MutableMapping[str, Any]

@@ -3,14 +3,14 @@
 import asyncio
 import socket
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from http import HTTPStatus
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
 
 from kvherd.core.errors import WorkerFailed
-from kvherd.core.ids import WorkerId
+from kvherd.core.ids import RequestId, WorkerId
 from kvherd.services.gateway.relay.requests import Incoming
 from kvherd.wire.openai.errors import error_body, error_object
 
@@ -21,6 +21,12 @@ class Outlet(Protocol):
     transport: asyncio.Transport
 
     async def drain(self) -> None: ...
+
+    def when_drained(self, then: Callable[[], None]) -> None: ...
+
+    def landed(
+        self, responder: "ConnectionResponder", outcome: Exception | Coroutine[Any, Any, None] | None
+    ) -> None: ...
 
 
 _STATUS_LINES = {status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\n".encode() for status in HTTPStatus}
@@ -73,6 +79,10 @@ class ConnectionResponder:
         self._padding = 0
         self._left = _WITHOUT_LENGTH
         self._tail = self._held_head = b""
+
+    @property
+    def request(self) -> RequestId:
+        return self._incoming.request.request
 
     @property
     def ended(self) -> bool:
@@ -218,6 +228,16 @@ class ConnectionResponder:
     async def drain(self) -> None:
         if not self._ended:
             await self._outlet.drain()
+
+    def when_drained(self, then: Callable[[], None]) -> None:
+        if self._ended:
+            then()
+        else:
+            self._outlet.when_drained(then)
+
+    def landed(self, outcome: Exception | Coroutine[Any, Any, None] | None) -> None:
+        """`ports.worker.Landed` of this request and no other."""
+        self._outlet.landed(self, outcome)
 
     def _cut(self) -> None:
         """Close without an end, so that no client takes the part for the whole."""

@@ -12,7 +12,7 @@ from typing import Self
 
 from kvherd.core.errors import OptionInvalid, PortInUse
 from kvherd.services.gateway.relay.connection import Connection, Premises
-from kvherd.services.gateway.relay.edge import AsgiApp, DataHandler, RelayLimits
+from kvherd.services.gateway.relay.edge import AsgiApp, DataHandler, Launch, RelayLimits
 from kvherd.services.gateway.relay.handshake import Handshakes
 
 _BACKLOG = 2048
@@ -43,6 +43,7 @@ class RelayServer:
         handler: DataHandler,
         app: AsgiApp,
         *,
+        launch: Launch | None = None,
         host: str = "127.0.0.1",
         port: int = 0,
         limits: RelayLimits | None = None,
@@ -52,6 +53,7 @@ class RelayServer:
         host_option: str = "--host",
     ) -> None:
         self._handler = handler
+        self._launch = launch
         self._app = app
         self._host = host
         self._port = port
@@ -76,7 +78,7 @@ class RelayServer:
         listener = self._bind()
         self._port = listener.getsockname()[1]
         loop = asyncio.get_running_loop()
-        premises = Premises(self._handler, self._app, self._limits, self._group, loop, now_s=loop.time())
+        premises = Premises(self._handler, self._launch, self._app, self._limits, self._group, loop, now_s=loop.time())
         self._premises = premises
         await self._group.__aenter__()
         try:
