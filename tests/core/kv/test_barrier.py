@@ -99,6 +99,15 @@ def test_a_snapshot_that_was_not_taken_counts_as_dropped() -> None:
     assert barrier.judge(batch(12.1, stored(2)), now_s=12.1) == Unsure()
 
 
+def test_a_snapshot_holds_once_its_last_batch_is_stamped_later_than_clocks_can_differ() -> None:
+    barrier = flushed()
+    barrier.drop(ZERO)
+    assert (barrier.judge_snapshot(ZERO, 12.0), barrier.owes) == (False, True)
+    assert (barrier.judge_snapshot(ZERO, 12.1), barrier.owes) == (True, False)
+    assert barrier.judge(batch(11.0, stored(1)), now_s=12.2) == Current((stored(1),))
+    assert FlushBarrier().judge_snapshot(ZERO, 0.0)
+
+
 def test_ranks_pass_one_by_one() -> None:
     barrier = FlushBarrier()
     barrier.flushed([ZERO, ONE], ordered_s=1.0, answered_s=1.0)

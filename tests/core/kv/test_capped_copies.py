@@ -109,7 +109,7 @@ def test_what_was_learned_late_is_credited_only_while_a_copy_is_there(
             engine_knows = {number for (number, tier), count in engine.copies.items() if count and tier is Tier.DEVICE}
             late = PrefixIndex(PrefixHasher(b"k"))
             late.enrol(ANN.worker, model="m")
-            for chunk in past.snapshot(0.0):
+            for chunk in past.snapshot():
                 late.apply(ANN, chunk.batch)
             assert {block for block, copies in late.contents(ANN).items() if Tier.DEVICE in copies} <= engine_knows
             assert late.contents(ANN) == index.contents(ANN)

@@ -223,8 +223,17 @@ class World:
     feed: RankFeed = field(default_factory=RankFeed)
     known: list[Frame] | None = None
     unknown_before: int = 0
+    hurries: int = 0
+    """How many batches it publishes before it answers the next question."""
+    queue: list[Frame] = field(default_factory=list)
+    """Live frames that came while the reader waited for an answer."""
 
     def tell(self, event: FeedEvent) -> None:
+        self._tell(event)
+        while self.queue:
+            self._tell(Received(self.queue.pop(0)))
+
+    def _tell(self, event: FeedEvent) -> None:
         todo = list(self.feed.handle(event))
         for _ in range(500):
             if not todo:
@@ -243,6 +252,9 @@ class World:
         raise AssertionError("the feed never comes to rest")
 
     def _replay(self, start: int) -> Replayed:
+        for _ in range(self.hurries):
+            self.queue.append(self._send())
+        self.hurries = 0
         answer: list[Frame] = []
         for one in self.sent[-self.kept :] if self.kept else []:
             if one.sequence < start or one.sequence in self.loses:
@@ -253,10 +265,14 @@ class World:
         return Replayed(tuple(answer), ended=self.ends)
 
     def publish(self, *, lost: bool) -> None:
-        one = frame(len(self.sent), f"{self.life}-")
-        self.sent.append(one)
+        one = self._send()
         if not lost:
             self.tell(Received(one))
+
+    def _send(self) -> Frame:
+        one = frame(len(self.sent), f"{self.life}-")
+        self.sent.append(one)
+        return one
 
     def restart(self, silent: int) -> None:
         self.life += 1
@@ -291,6 +307,7 @@ acts = st.one_of(
     st.tuples(st.just("kept"), st.sampled_from([0, 1, 3, 1_000])),
     st.tuples(st.just("loses"), st.frozensets(st.integers(0, 12), max_size=3)),
     st.tuples(st.just("ends"), st.booleans()),
+    st.tuples(st.just("hurries"), st.integers(1, 6)),
 )
 
 
@@ -315,10 +332,12 @@ def test_whatever_happens_what_is_known_is_one_life_without_a_hole(history: list
                 world.loses = frozenset(number for number in numbers if isinstance(number, int))
             case "ends", bool(ends):
                 world.ends = ends
+            case "hurries", int(number):
+                world.hurries = number
             case _:
                 pass
         world.check()
-    world.kept, world.loses, world.ends = 1_000, frozenset(), True
+    world.kept, world.loses, world.ends, world.hurries = 1_000, frozenset(), True, 0
     world.tell(Connected())
     world.publish(lost=False)
     world.tell(Idle())
@@ -386,15 +405,44 @@ def test_a_first_live_frame_that_no_replay_brings_begins_a_life_of_its_own() -> 
     assert told[1:] == [BeginLife(2), Forward(frame(2, "b"))]
 
 
-def test_a_late_frame_that_no_kept_one_speaks_for_ends_the_life() -> None:
-    feed = RankFeed()
-    feed.handle(Connected())
-    feed.handle(Replayed(frames(5, 6), ended=True))
-    end, ask = feed.handle(Received(frame(4)))
+def test_a_live_frame_older_than_all_that_is_known_is_in_doubt_until_a_later_one_speaks_for_it() -> None:
+    """1. A busy publisher keeps two batches. 2. When it is asked it has moved on. 3. What was queued is read."""
+    feed = begun(5, 6)
+    for number in (3, 4):
+        assert feed.handle(Received(frame(number))) == []
+        assert "older than what its replay brings" in feed.doubt
+        assert feed.unproved
+    assert feed.handle(Received(frame(5))) == []
+    assert not feed.doubt
+    assert not feed.unproved
+    assert feed.handle(Received(frame(6))) == []
+    assert feed.handle(Received(frame(7))) == [Forward(frame(7))]
+    assert any(isinstance(one, EndLife) for one in feed.handle(Received(frame(4)))), "now it has gone back"
+
+
+def test_an_older_live_frame_of_another_life_is_found_out_by_the_next_that_can_be_compared() -> None:
+    feed = begun(5, 6)
+    assert feed.handle(Received(frame(4, "b"))) == []
+    assert any(isinstance(one, EndLife) for one in feed.handle(Received(frame(5, "b"))))
+    feed = begun(5, 6)
+    feed.handle(Received(frame(4, "b")))
+    assert feed.handle(Idle()) == [AskReplay(6)]
+    assert any(isinstance(one, EndLife) for one in feed.handle(Replayed((), ended=True)))
+
+
+def test_a_live_frame_that_a_replay_has_left_behind_contradicts_nothing() -> None:
+    """1. The replay of a busy publisher begins after the frame that waits. 2. So does the one that begins a life."""
+    feed = begun(0, 1)
+    feed.handle(Received(frame(2)))
+    end, ask = feed.handle(Replayed(frames(3, 4), ended=True))
     assert isinstance(end, EndLife)
     assert ask == AskReplay(0)
-    told = feed.handle(Replayed(frames(5, 6), ended=True))
-    assert isinstance(told[-1], EndLife)
+    assert forwarded(feed.handle(Replayed(frames(4, 5), ended=True))) == [4, 5]
+    assert feed.handle(Replayed(frames(5), ended=True)) == []
+    assert "older than what its replay brings" in feed.doubt
+    feed.handle(Received(frame(3)))
+    feed.handle(Received(frame(4)))
+    assert not feed.doubt
 
 
 def test_what_is_not_proved_is_in_doubt_and_says_why() -> None:

@@ -90,7 +90,7 @@ def test_the_latest_batch_is_kept_however_large_it_is() -> None:
 def test_a_snapshot_ends_at_the_last_number_so_that_batches_go_on_after_it() -> None:
     past = history()
     past.append(1.0, [block(1), block(2, 1), block(2, 1)])
-    (chunk,) = past.snapshot(2.0)
+    (chunk,) = past.snapshot()
     assert (chunk.index, chunk.count, chunk.batch.sequence) == (0, 1, BASE + 1)
     assert chunk.batch.events[0] == CacheCleared()
     assert contents(chunk.batch.events) == contents([block(1), block(2, 1), block(2, 1)])
@@ -102,7 +102,7 @@ def test_nobody_resumes_in_the_middle_of_a_snapshot() -> None:
     for start in range(0, 40_000, 20_000):
         hashes = tuple(EngineHash(number) for number in range(start, start + 20_000))
         past.append(1.0, [BlocksStored(hashes, None, tuple(range(40_000)), 2)])
-    chunks = list(past.snapshot(2.0))
+    chunks = list(past.snapshot())
     numbers = [chunk.batch.sequence for chunk in chunks]
     assert len(numbers) > 3
     assert numbers == list(range(numbers[0], past.last + 1))
@@ -143,7 +143,7 @@ def test_a_hundred_thousand_pages_are_told_in_few_stores() -> None:
     for start in range(0, 100_000, 1_000):
         pages = tuple(EngineHash(number) for number in range(start, start + 1_000))
         past.append(1.0, [BlocksStored(pages, None, pages, 1)])
-    chunks = list(past.snapshot(2.0))
+    chunks = list(past.snapshot())
     assert len(chunks) == 14
     assert sum(len(chunk.batch.events) for chunk in chunks) < 130
 
@@ -154,7 +154,7 @@ def test_a_snapshot_tells_of_its_moment_whatever_happens_while_it_is_read() -> N
         past.append(1.0, [block(number, number - 1 or None)])
     past.append(1.0, [block(7, 6)])
     before = past.state.retell(10**9)
-    reading = past.snapshot(2.0)
+    reading = past.snapshot()
     first = next(reading)
     past.append(3.0, [BlocksRemoved((EngineHash(1), EngineHash(7))), block(0), CacheCleared(), block(1)])
     rest = list(reading)

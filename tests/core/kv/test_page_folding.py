@@ -306,7 +306,7 @@ def told_late(holder: Holder, past: RankHistory) -> PrefixIndex:
     """An index that was told by a snapshot."""
     index = PrefixIndex(HASHER)
     index.enrol(holder.worker, model="m")
-    for chunk in past.snapshot(0.0):
+    for chunk in past.snapshot():
         index.apply(holder, chunk.batch)
     return index
 

@@ -71,9 +71,11 @@ def batch(sequence: int, *events: KvEvent, rank: Rank = RANK, at_s: float = 0.0)
     return KvEventBatch(sequence, at_s, rank, events)
 
 
-def snapshot(sequence: int, *events: KvEvent, index: int = 0, count: int = 1, unknown: int = 0) -> SnapshotChunk:
+def snapshot(
+    sequence: int, *events: KvEvent, index: int = 0, count: int = 1, unknown: int = 0, at_s: float = 0.0
+) -> SnapshotChunk:
     first = (CacheCleared(), *events) if index == 0 else events
-    return SnapshotChunk(index, count, unknown, batch(sequence, *first))
+    return SnapshotChunk(index, count, unknown, batch(sequence, *first, at_s=at_s))
 
 
 async def follow(feed: ScriptedFeed, check: Callable[[Followers], object], *, after_s: float = 0.01) -> None:
@@ -479,6 +481,44 @@ async def test_a_snapshot_behind_a_barrier_is_not_believed() -> None:
         assert not index.contents(ANN0)
         await feed.say(batch(10, CacheCleared(), block(2)))
         assert set(index.contents(ANN0)) == {2}
+
+
+async def test_a_snapshot_with_a_batch_of_after_the_flush_in_it_is_believed() -> None:
+    """1. A flush is answered. 2. The stream breaks, and its clear is lost with it. 3. A snapshot tells what is held."""
+    index, feed = PrefixIndex(PrefixHasher(b"k")), QueuedFeed()
+    async with Followers(index, wall=lambda: 1_000.0) as followers:
+        followers.add(ANN, feed, model="m")
+        await feed.say(Subscribed(ONE), snapshot(9, block(1)))
+        followers.flushed(ANN)
+        await feed.say(SubscriberTooSlow("x"), Subscribed(ONE), snapshot(9, block(1), at_s=1_002.0))
+        assert (followers.incomplete(ANN), set(index.contents(ANN0))) == (True, set())
+        latest = [snapshot(11, block(2), count=2, at_s=1_002.1), snapshot(12, block(3), index=1, count=2, at_s=1_002.1)]
+        await feed.say(SubscriberTooSlow("x"), Subscribed(ONE), *latest)
+        assert (followers.incomplete(ANN), set(index.contents(ANN0))) == (False, {2, 3})
+        await feed.say(batch(13, block(4), at_s=1_002.2))
+        assert set(index.contents(ANN0)) == {2, 3, 4}
+
+
+async def test_of_a_foreign_snapshot_nobody_knows_when_its_batches_were_stamped() -> None:
+    index, feed = PrefixIndex(PrefixHasher(b"k")), QueuedFeed()
+    async with Followers(index, wall=lambda: 1_000.0) as followers:
+        followers.add(ANN, feed, model="m")
+        await feed.say(Subscribed(None), snapshot(9, block(1)))
+        followers.flushed(ANN)
+        await feed.say(SubscriberTooSlow("x"), Subscribed(None), snapshot(9, block(1), at_s=1_003.0))
+        assert not index.contents(ANN0)
+
+
+async def test_a_snapshot_of_nothing_behind_a_barrier_leaves_nothing_unknown() -> None:
+    index, feed = PrefixIndex(PrefixHasher(b"k")), QueuedFeed()
+    async with Followers(index, wall=lambda: 1_000.0) as followers:
+        followers.add(ANN, feed, model="m")
+        await feed.say(Subscribed(ONE), snapshot(9, block(1)))
+        followers.flushed(ANN)
+        await feed.say(SubscriberTooSlow("x"), Subscribed(ONE), snapshot(9))
+        assert not followers.incomplete(ANN)
+        await feed.say(SubscriberTooSlow("x"), Subscribed(ONE), snapshot(9, unknown=3))
+        assert followers.incomplete(ANN)
 
 
 async def test_routing_is_told_what_is_known_quarantined_or_not_told() -> None:

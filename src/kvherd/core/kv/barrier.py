@@ -1,10 +1,10 @@
 """Which of a worker's KV events still tell of what an obeyed flush wiped out.
 
 Events of before a flush may come after its answer: they were on their way. So from the answer on, a rank's events are
-out of date until its clear comes, or a batch that its engine stamped later. A rank whose clear came between the order
-and the answer is right already, and is not held back. vLLM and SGLang publish their clear with their next step only,
-first in its batch; kvherd's engine publishes it at once. Flushes and their clears are counted: the clear of one may
-come after the answer to the next.
+out of date until its clear comes, or a batch that its engine stamped later, or a snapshot with such a batch in it. A
+rank whose clear came between the order and the answer is right already, and is not held back. vLLM and SGLang publish
+their clear with their next step only, first in its batch; kvherd's engine publishes it at once. Flushes and their
+clears are counted: the clear of one may come after the answer to the next.
 """
 
 from collections.abc import Iterable
@@ -73,6 +73,16 @@ class FlushBarrier:
     def drop(self, rank: Rank) -> None:
         """What the rank holds was told while it was held back, and was not taken."""
         self._dropped.add(rank)
+
+    def judge_snapshot(self, rank: Rank, stamped_s: float) -> bool:
+        """Whether a snapshot holds: its last batch, and so the clear before that, is of after the flush."""
+        if self._answered_s is None or rank in self._passed:
+            return True
+        if stamped_s <= self._answered_s + self.skew_s:
+            return False
+        self._pass(rank)
+        self._dropped.discard(rank)
+        return True
 
     def forget(self, rank: Rank) -> None:
         """What the rank holds is told from zero: what was dropped before counts no more."""

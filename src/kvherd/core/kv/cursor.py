@@ -65,6 +65,10 @@ class RankCursor:
         """Whether a batch is one that was admitted here, so that its sender is the same publisher."""
         return self._marks.get(sequence) == mark
 
+    def precedes(self, sequence: int) -> bool:
+        """Whether it is older than all that is remembered here: there is nothing to compare it with."""
+        return bool(self._marks) and sequence < next(iter(self._marks))
+
     def _step(self, sequence: int, mark: int) -> None:
         self.last = sequence
         self._marks[sequence] = mark

@@ -73,7 +73,8 @@ class KvEventBatch:
 class SnapshotChunk:
     """Part `index` of `count` of the publisher's state; applying chunk 0 begins with forgetting everything.
 
-    `unknown_before` batches were never seen by whoever took it: not 0 means the state may lack blocks.
+    `unknown_before` batches were never seen by whoever took it: not 0 means the state may lack blocks. Its time stamp
+    is that of the last batch that the state is made of.
     """
 
     index: int

@@ -9,7 +9,8 @@ The rules:
 3. A connection that was made anew proves nothing: until such a replay, nothing is forwarded.
 4. A replay comes over another connection than live frames, perhaps of another life: the first live frame is forwarded
    only once a replay has brought the same one. After that a live frame vouches for a replay that brings it, though it
-   does not reach back: a publisher may keep a single batch.
+   does not reach back: a publisher may keep a single batch. Live frames older than all that replays brought are left
+   out until then: a publisher that is busy and keeps few batches has moved on before it is asked.
 5. What cannot be filled or proved ends the life: everything known is void, and `unknown_before` says how many batches
    of the next life were never seen.
 
@@ -41,6 +42,7 @@ from kvherd.core.kv.frames import (
 TRIES: Final = 3
 ANSWERS_AT_ONCE: Final = 100
 """A publisher that is never quiet brings something new in every answer; live frames do as well."""
+_LATE: Final = "its events are older than what its replay brings"
 
 
 @dataclass(slots=True)
@@ -57,6 +59,8 @@ class RankFeed:
     """The live frame that showed a gap, or that is compared with a replay."""
     _linked: bool = False
     """A live frame of this connection is part of this life, so those that follow it are."""
+    _late: bool = False
+    """A live frame of this connection was older than all that is known, so it tells nothing of whose it is."""
     _torn: bool = False
     """On this connection, a replay and a live frame contradicted each other; no replay is believed until they agree."""
     _unproved: bool = False
@@ -89,6 +93,8 @@ class RankFeed:
             return "nothing is known of it yet"
         if self._held is not None or self._unproved:
             return "batches are missing, and its replay does not bring them"
+        if self._late:
+            return _LATE
         if self._behind:
             return "its replay begins after what was received, and that does not come"
         return "its replay does not answer to the end" if self._asked or not self._ended else ""
@@ -98,7 +104,9 @@ class RankFeed:
         """Why what was forwarded may be of a publisher that is gone by now; empty if there is no reason to think so."""
         if self._cursor.last in (None, BIRTH):
             return ""
-        return self._cut or ("its connection was made anew and is not proved yet" if self._unproved else "")
+        if self._cut or self._unproved:
+            return self._cut or "its connection was made anew and is not proved yet"
+        return _LATE if self._late else ""
 
     def handle(self, event: FeedEvent) -> list[Instruction]:
         instructions = self._handle(event)
@@ -135,12 +143,15 @@ class RankFeed:
         if self.can_replay and not self._linked and frame.sequence > self._cursor.last:
             self._held = frame
             return [self._ask()]
+        if self.can_replay and not self._linked and self._cursor.precedes(frame.sequence):
+            self._late = True
+            return []
         match self._cursor.judge(frame.sequence, frame.mark):
             case Admitted():
                 self._behind = False
                 return [Forward(frame)]
             case Repeated():
-                self._linked = True
+                self._link()
                 return []
             case Missing() as gap:
                 self.gaps += 1
@@ -152,11 +163,15 @@ class RankFeed:
     def _first(self, frame: Frame) -> list[Instruction]:
         """Nothing is known of this life and it cannot be asked, or did not answer."""
         self._cursor.judge(frame.sequence, frame.mark)
-        self._linked = True
+        self._link()
         return [BeginLife(frame.sequence), Forward(frame)]
 
+    def _link(self) -> None:
+        self._linked, self._late = True, False
+
     def _connected(self) -> list[Instruction]:
-        self._cut, self._held, self._linked, self._torn, self._behind = "", None, False, False, False
+        self._cut = ""
+        self._forget_connection()
         if self.can_replay:
             self._unproved = self._cursor.last not in (None, BIRTH)
             self._tries = 0
@@ -165,8 +180,12 @@ class RankFeed:
             return []
         return self._new_life("its connection was made anew, and it has no replay to prove itself by")
 
+    def _forget_connection(self) -> None:
+        self._held, self._linked, self._late, self._torn, self._behind = None, False, False, False, False
+
     def _disconnected(self, reason: str) -> list[Instruction]:
-        self._cut, self._held, self._linked, self._torn, self._behind = reason, None, False, False, False
+        self._cut = reason
+        self._forget_connection()
         if self.can_replay or self._cursor.last is None:
             return []
         return self._new_life(f"{reason}, and it has no replay to prove itself by")
@@ -231,15 +250,16 @@ class RankFeed:
         A new connection decides, or a live frame that a replay brings too.
         """
         known, self._cursor = self._cursor.last is not None, RankCursor()
-        self._held, self._linked, self._unproved, self._tries, self._torn = None, False, False, 0, True
-        self._behind = False
+        self._forget_connection()
+        self._unproved, self._tries, self._torn = False, 0, True
         return [EndLife(reason or "its replay brings other batches than its events were")] if known else []
 
     def _mended(self, frames: tuple[Frame, ...]) -> list[Instruction]:
         held, self._held = self._held, None
         if held is None or not frames or frames[0] != held:
             return []
-        self._torn, self._linked = False, True
+        self._torn = False
+        self._link()
         return [self._ask()]
 
     def _born(self, frames: tuple[Frame, ...], *, ended: bool) -> list[Instruction]:
@@ -297,8 +317,12 @@ class RankFeed:
         held, last = self._held, self._cursor.last
         if held is None or last is None:
             return []
+        if self._cursor.precedes(held.sequence):
+            self._held, self._late = None, True
+            return []
         if held.sequence <= last:
-            self._held, self._linked = None, True
+            self._held = None
+            self._link()
             return [] if self._cursor.proves(held.sequence, held.mark) else None
         if not self._linked or held.sequence > last + 1:
             return []
@@ -330,7 +354,8 @@ class RankFeed:
     def _new_life(self, reason: str, frame: Frame | None = None) -> list[Instruction]:
         """`frame`, if there is one, is of the new life, unless it is a late one of the old: a replay has to tell."""
         known, self._cursor = self._cursor.last is not None, RankCursor()
-        self._held, self._linked, self._behind, self._unproved, self._tries = None, False, False, False, 0
+        self._held, self._linked, self._late, self._behind, self._unproved = None, False, False, False, False
+        self._tries = 0
         ended: list[Instruction] = [EndLife(reason)] if known else []
         if not self.can_replay:
             return ended

@@ -59,6 +59,8 @@ class RankHistory:
     limit_tokens: int = HISTORY_TOKENS
     unknown_before: int = 0
     state: LiveState = field(default_factory=LiveState)
+    stamped_s: float = 0.0
+    """When the publisher stamped the last batch that is part of `state`; 0 if there is none."""
     last: int = field(init=False)
     _ring: deque[KvEventBatch] = field(default_factory=deque)
     _weight: int = 0
@@ -73,6 +75,7 @@ class RankHistory:
         whole = tuple(events)
         room = _weight(whole)
         parts = [whole] if room <= PIECE_TOKENS else list(pieces(whole))
+        self.stamped_s = timestamp_s
         self._weight += room if len(parts) == 1 else sum(map(_weight, parts))
         for part in parts:
             self.last += 1
@@ -103,7 +106,7 @@ class RankHistory:
             raise LookupError(cursor)
         return self._ring[offset]
 
-    def snapshot(self, timestamp_s: float) -> Iterator[SnapshotChunk]:
+    def snapshot(self) -> Iterator[SnapshotChunk]:
         """All that is held now, as chunks whose numbers end at `last`: batches go on after them without a gap.
 
         A chunk is made when it is asked for, and what happens meanwhile changes none. A subscriber that is cut off
@@ -112,7 +115,7 @@ class RankHistory:
         told = self.state.retell(PIECE_TOKENS - BLOCK_OVERHEAD_TOKENS)
         if told.count > 1:
             self._floor = self.last
-        return _chunks(told, KvEventBatch(self.last, timestamp_s, self.rank, ()), self.unknown_before)
+        return _chunks(told, KvEventBatch(self.last, self.stamped_s, self.rank, ()), self.unknown_before)
 
 
 def _chunks(told: Retelling, last: KvEventBatch, unknown_before: int) -> Iterator[SnapshotChunk]:

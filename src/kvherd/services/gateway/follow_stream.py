@@ -6,7 +6,7 @@ from typing import assert_never
 from kvherd.core.ids import Epoch, Rank, WorkerId
 from kvherd.core.kv.barrier import Current, FlushBarrier, Outdated, Unsure
 from kvherd.core.kv.cursor import Admitted, Missing, RankCursor, Repeated, Restarted
-from kvherd.core.kv.events import CacheCleared, KvEventBatch, SnapshotChunk
+from kvherd.core.kv.events import BlocksStored, CacheCleared, KvEventBatch, SnapshotChunk
 from kvherd.core.kv.index import Holder, PrefixIndex
 from kvherd.core.kv.stream import EpochEnded, StreamBroken
 
@@ -93,8 +93,9 @@ class Following:
         elif self._chunks.get(rank) != chunk.index:
             raise EpochEnded(f"part {chunk.index} of a snapshot came out of turn")
         self._chunks[rank] = chunk.index + 1
-        if self.barrier.holds_back(rank):
-            self.barrier.drop(rank)
+        if not self._believed(chunk):
+            if chunk.unknown_before or any(isinstance(event, BlocksStored) for event in chunk.batch.events):
+                self.barrier.drop(rank)
         else:
             self.index.apply(Holder(self.worker, rank), chunk.batch)
             if chunk.unknown_before:  # after it: the clear that a snapshot begins with is not the engine's
@@ -103,6 +104,11 @@ class Following:
             del self._chunks[rank]
             self._cursors[rank] = RankCursor(chunk.batch.sequence)
             self.told += 1
+
+    def _believed(self, chunk: SnapshotChunk) -> bool:
+        """Whether it is of after the last flush. A foreign one may be stamped with the time of its making."""
+        stamped_s = 0.0 if self.epoch is None else chunk.batch.timestamp_s
+        return self.barrier.judge_snapshot(chunk.batch.rank, stamped_s)
 
     def _take_batch(self, batch: KvEventBatch, now_s: float) -> None:
         if batch.rank in self._chunks:

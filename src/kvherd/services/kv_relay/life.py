@@ -2,7 +2,6 @@
 
 import asyncio
 import copy
-import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
@@ -80,7 +79,7 @@ class Subscription:
         self._snapshots: list[Iterator[SnapshotChunk]] = []
         for rank, history in life.histories.items():
             if rank not in places:
-                self._snapshots.append(history.snapshot(time.time()))
+                self._snapshots.append(history.snapshot())
                 places[rank] = history.last
 
     @property

@@ -307,5 +307,6 @@ class KvRelay:
                 limit_tokens=self._options.history_tokens,
                 unknown_before=0 if old is None else old.unknown_before,
                 state=LiveState() if old is None else old.state,
+                stamped_s=0.0 if old is None else old.stamped_s,
             )
         return Life(Epoch(f"{self._dice(2**128):032x}"), histories)
