@@ -97,7 +97,7 @@ async def test_a_subscriber_that_takes_nothing_is_cut_off_with_its_status_behind
             await drained(call)
         assert ended.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
         assert ended.value.details() == "cut off: no message was taken for 0.3 s; subscribe from zero"
-    (said,) = [record.message for record in caplog.records if record.name.startswith("kvherd")]
+    (said,) = [record.message for record in caplog.records if record.name.startswith(("kvherd", "grpc"))]
     assert said.startswith("the subscriber at ipv4:127.0.0.1:")
     assert "is cut off: no message was taken" in said
 
@@ -124,6 +124,46 @@ async def test_a_quiet_stream_is_no_stall() -> None:
             await streams.serve(0, context)
     assert context.taken == 3
     assert streams.counts == {"accepted": 1}
+
+
+class SlowContext(TakingContext):
+    """Headers take a while to be sent, and until then gRPC refuses to send a status."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sent: list[object] = []
+
+    async def send_initial_metadata(self, _metadata: object) -> None:
+        await asyncio.sleep(0.5)
+        self.sent.append("headers")
+
+    async def abort(self, code: grpc.StatusCode, details: str) -> None:
+        self.sent.append((code, details))
+        raise grpc.aio.AbortError
+
+
+async def test_a_call_that_is_ended_while_its_headers_are_being_sent_gets_them_and_then_its_status() -> None:
+    streams, context = EventStreams(Flood(0), server="the bridge"), SlowContext()
+    serving = asyncio.ensure_future(streams.serve(0, context))
+    await asyncio.sleep(0.1)
+    streams.close()
+    with pytest.raises(grpc.aio.AbortError):
+        await serving
+    assert context.sent == ["headers", (grpc.StatusCode.UNAVAILABLE, "the bridge is stopping")]
+
+
+async def test_a_status_that_nobody_takes_is_not_waited_for_for_ever() -> None:
+    class Stuck(SlowContext):
+        async def abort(self, code: grpc.StatusCode, details: str) -> None:
+            await asyncio.Event().wait()
+
+    streams = EventStreams(Flood(0), server="the bridge")
+    serving = asyncio.ensure_future(streams.serve(0, Stuck()))
+    await asyncio.sleep(1)
+    streams.close()
+    await asyncio.wait((serving,), timeout=10)
+    assert serving.cancelled()
+    assert len(streams) == 0
 
 
 @pytest.mark.net

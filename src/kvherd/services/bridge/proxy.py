@@ -18,7 +18,7 @@ from smg_grpc_proto.generated import common_pb2, sglang_scheduler_pb2, vllm_engi
 from kvherd.core.errors import WorkerUnreachable
 from kvherd.core.ids import WorkerId
 from kvherd.ports.kv_stream import Flushed, KvEventDoor
-from kvherd.services.kv_relay.grpc_edge import Context, OpenCalls, rpc
+from kvherd.services.kv_relay.grpc_edge import Context, OpenCalls, rpc, send_headers
 from kvherd.wire.grpc_keys import AUTHORIZATION, bearer
 
 _SERVICES: Final = (
@@ -263,7 +263,7 @@ async def _relay_answer(
     if not headers:
         await asyncio.wait([reading], timeout=_NO_HEADERS_S)
     if headers or not reading.done() or reading.result() is not grpc.aio.EOF:
-        await context.send_initial_metadata(passed_on(headers))
+        await send_headers(context, passed_on(headers))
     message = await reading
     while message is not grpc.aio.EOF:
         heed(message)

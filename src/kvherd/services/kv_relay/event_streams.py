@@ -7,7 +7,7 @@ from collections import Counter
 from kvherd.core.kv.events import KvEventBatch, SnapshotChunk
 from kvherd.core.kv.stream import KvStreamError, ResumeOutOfRange, StreamRefused, SubscriberTooSlow
 from kvherd.ports.kv_stream import KvStream
-from kvherd.services.kv_relay.grpc_edge import Context, OpenCalls
+from kvherd.services.kv_relay.grpc_edge import Context, OpenCalls, send_headers
 from kvherd.wire.kv_pb import EPOCH_KEY, decode_subscribe, encode_item
 
 log = logging.getLogger(__name__)
@@ -48,7 +48,7 @@ class EventStreams:
             raise
         async with self._open.one(context):
             self.counts["accepted"] += 1
-            await context.send_initial_metadata(((EPOCH_KEY, str(subscription.epoch)),))
+            await send_headers(context, ((EPOCH_KEY, str(subscription.epoch)),))
             try:
                 async for item in subscription:
                     await self._send(item, context)

@@ -3,7 +3,7 @@
 import asyncio
 import hashlib
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from functools import wraps
 from typing import Any, Final, TypeAlias, TypeVar, cast
@@ -19,6 +19,8 @@ log = logging.getLogger(__name__)
 _CHUNK_BYTES = 2**20
 _ABORT_S = 2.0
 """How long a status may wait behind messages that nobody takes. It is sent all the same once they are taken."""
+_TURNS = 8
+"""A process that was stalled finds its timers due before it looks at what was sent: that costs one turn of these."""
 
 CONNECTION_OPTIONS: Final = (
     ("grpc.so_reuseport", 0),
@@ -47,11 +49,30 @@ async def refuse(context: Context, error: Exception) -> None:
 
 async def end(context: Context, code: grpc.StatusCode, details: str) -> None:
     """Abort the call, whether or not its caller still reads; never returns."""
+    await _within_turns(asyncio.ensure_future(context.abort(code, details)))
+    raise asyncio.CancelledError  # gRPC takes only its own `AbortError` for one
+
+
+async def send_headers(context: Context, metadata: Sequence[tuple[str, str | bytes]]) -> None:
+    """Send them whole, though the call is cancelled meanwhile: until they are sent, gRPC can send no status."""
+    sending = asyncio.ensure_future(context.send_initial_metadata(metadata))
     try:
-        async with asyncio.timeout(_ABORT_S):
-            await context.abort(code, details)
-    except TimeoutError:
-        raise grpc.aio.AbortError from None
+        await asyncio.wait((sending,))
+    except asyncio.CancelledError:
+        await _within_turns(sending)
+        raise
+    sending.result()
+
+
+async def _within_turns(act: asyncio.Future[None]) -> None:
+    """Wait for what gRPC is doing, and raise what it raises; after a while it is given up."""
+    try:
+        for _ in range(_TURNS):
+            await asyncio.wait((act,), timeout=_ABORT_S / _TURNS)
+            if act.done():
+                return act.result()
+    finally:
+        act.cancel()
 
 
 async def hand_out(archive: bytes, context: Context) -> None:
