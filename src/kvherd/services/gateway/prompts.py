@@ -10,6 +10,7 @@ import struct
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 from kvherd.core.errors import CallerError
 from kvherd.core.ids import PrefixHash
@@ -129,11 +130,13 @@ class EncodingCache:
         pattern = self._cuts.get(id(tokenizer))
         if pattern is None:
             special = sorted(tokenizer.special_tokens, key=len, reverse=True)
-            # Without any special token nothing is cut: a pattern that never matches.
-            pattern = re.compile("|".join(f"(?={re.escape(token)})" for token in special) or r"(?!)")
+            # Without any special token nothing is cut: a pattern that never matches. Looking ahead for each token at
+            # every character, to split there at once, takes a hundred times as long.
+            pattern = re.compile("|".join(map(re.escape, special)) or r"(?!)")
             self._cuts[id(tokenizer)] = pattern
             self._tokenizers[id(tokenizer)] = tokenizer
-        return [segment for segment in pattern.split(text) if segment]
+        cuts = [found.start() for found in pattern.finditer(text)]
+        return [text[begin:end] for begin, end in pairwise((0, *cuts, len(text))) if begin < end]
 
 
 async def read_prompt(
