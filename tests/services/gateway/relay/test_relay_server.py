@@ -2,7 +2,9 @@
 
 import asyncio
 import json
+import socket
 from collections.abc import Awaitable, Callable
+from contextlib import ExitStack
 
 import pytest
 import uvloop
@@ -529,3 +531,22 @@ def test_the_relay_runs_on_uvloop_too() -> None:
                 assert await client.ended() == b""
 
     uvloop.run(main())
+
+
+def test_clients_who_come_at_once_are_let_in_within_a_few_turns_of_a_busy_loop() -> None:
+    """One a turn would have the last of hundreds wait for hundreds of turns, each with the work of all before it."""
+
+    async def main() -> int:
+        turns = 0
+        async with RelayServer(echo, app) as relay:
+            with ExitStack() as stack:
+                for _ in range(64):
+                    stack.enter_context(socket.create_connection(("127.0.0.1", relay.port)))
+                while relay.connections < 64:
+                    turns += 1
+                    assert turns < 1000
+                    await asyncio.sleep(0.001)
+            await until(lambda: relay.connections == 0, "they have left")
+        return turns
+
+    assert uvloop.run(main()) <= 20

@@ -17,6 +17,9 @@ from kvherd.services.gateway.relay.handshake import Handshakes
 
 _BACKLOG = 2048
 _FAREWELL_S = 1.0
+_DOORS = 16
+"""uvloop takes one connection a turn of the loop from a listening socket, so that hundreds who come at once to a busy
+gateway would wait for seconds; it takes one from each duplicate of it."""
 _SPARE = 64
 
 
@@ -64,6 +67,7 @@ class RelayServer:
         self._port_option = port_option
         self._host_option = host_option
         self._group = asyncio.TaskGroup()
+        self._doors: list[asyncio.Server] = []
 
     @property
     def port(self) -> int:
@@ -82,9 +86,10 @@ class RelayServer:
         self._premises = premises
         await self._group.__aenter__()
         try:
-            self._server = await loop.create_server(self._door(premises), sock=listener, backlog=_BACKLOG)
+            with listener:
+                await self._open_doors(listener, self._greeter(premises))
         except BaseException:
-            listener.close()
+            self._close_doors()
             await self._group.__aexit__(None, None, None)
             raise
         self._ticking = self._group.create_task(self._tick())
@@ -101,7 +106,7 @@ class RelayServer:
             self._ticking.cancel()
             await self._group.__aexit__(None, None, None)
 
-    def _door(self, premises: Premises) -> Callable[[], asyncio.Protocol]:
+    def _greeter(self, premises: Premises) -> Callable[[], asyncio.Protocol]:
         """What takes a new connection."""
         if self._tls is None:
             return lambda: Connection(premises)
@@ -111,9 +116,23 @@ class RelayServer:
         )
         return lambda: handshakes.first(lambda: Connection(premises, secured=True))
 
+    async def _open_doors(self, listener: socket.socket, greeter: Callable[[], asyncio.Protocol]) -> None:
+        loop = asyncio.get_running_loop()
+        for _ in range(_DOORS):
+            door = listener.dup()
+            try:
+                self._doors.append(await loop.create_server(greeter, sock=door, backlog=_BACKLOG))
+            except BaseException:
+                door.close()
+                raise
+
+    def _close_doors(self) -> None:
+        for door in self._doors:
+            door.close()
+
     async def _drain(self) -> None:
         premises = self._premises
-        self._server.close()
+        self._close_doors()
         premises.stopping = True
         if self._handshakes is not None:
             self._handshakes.stop()
