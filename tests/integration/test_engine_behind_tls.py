@@ -28,5 +28,15 @@ def test_the_doctor_and_the_bridge_reach_a_server_whose_authority_they_are_told(
         assert "certificate" in told.seen("reachable"), told
     where = ("--listen", f"127.0.0.1:{port + 2}", "--metrics-port", str(port + 3))
     events = ("--events", f"tcp://127.0.0.1:{port + 4}")
-    bridge = start("bridge", "--engine", url, *events, *where, *trust, "--engine-tls-name", "engine.test")
+    names = ("--engine-tls-name", "engine.test")
+    served_by = (
+        "--tls-cert",
+        str(files.certificate),
+        "--tls-key",
+        str(files.key),
+        "--tls-client-ca",
+        str(files.authority),
+    )
+    bridge = start("bridge", "--engine", url, *events, *where, *trust, *names, *served_by)
     bridge.wait_for(lambda: "openai-http" in bridge.said, what="it says what the engine is")
+    assert f"at grpcs://127.0.0.1:{port + 2}" in bridge.said

@@ -29,6 +29,10 @@ class GrpcWires:
         self._connecting = asyncio.Lock()
         self._closed = False
 
+    @property
+    def secured(self) -> bool:
+        return self._tls is not None
+
     async def call(
         self, path: str, data: bytes, receiver: Receiver, metadata: Iterable[tuple[str, str]] = ()
     ) -> WireStream:

@@ -73,10 +73,10 @@ class GrpcWorker:
         facts, traits = await self._facts()
         if traits is not None:
             tokenizer = await tokenizer_over(self._channel, self._id)
-            if self._wires is not None:
-                with contextlib.suppress(OSError):  # a request will say so, and be tried elsewhere
-                    await self._wires.warm()
             self._generations = GrpcGenerations(self._id, self._channel, tokenizer, traits, wires=self._wires)
+        if self._wires is not None and (traits is not None or self._wires.secured):
+            with contextlib.suppress(OSError):  # a request will say so, and be tried elsewhere
+                await self._wires.warm()
         return facts
 
     async def identify(self) -> WorkerFacts:

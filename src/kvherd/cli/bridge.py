@@ -16,13 +16,14 @@ from kvherd.adapters.grpc_url import grpc_address
 from kvherd.adapters.grpc_worker import GrpcWorker
 from kvherd.adapters.http_url import http_address
 from kvherd.adapters.http_worker import HttpWorker
-from kvherd.adapters.tls import ClientTls
+from kvherd.adapters.tls import ClientTls, FileServerTls, TlsFiles
 from kvherd.adapters.tokenizer import tokenizer_from_directory
 from kvherd.adapters.zmq_endpoints import rank_endpoints, require_apart
 from kvherd.adapters.zmq_kv_feed import ZmqFrameFeed
 from kvherd.cli.engine_key import EngineKeyOption, engine_key
-from kvherd.cli.engine_tls import EngineCaOption, EngineTlsNameOption, engine_tls
+from kvherd.cli.engine_tls import EngineCaOption, EngineCertOption, EngineTlsKeyOption, EngineTlsNameOption, engine_tls
 from kvherd.cli.gateway_load import prepare_process
+from kvherd.cli.gateway_tls import CertOption, ClientCaOption, KeyOption, own_tls
 from kvherd.cli.lifetime import until_stopped
 from kvherd.cli.logs import LogLevel, start_logging
 from kvherd.cli.ports import require_free
@@ -40,6 +41,7 @@ from kvherd.services.kv_relay.event_streams import STALL_S, EventStreams
 from kvherd.services.kv_relay.relay import KvRelay, RelayOptions
 from kvherd.services.servicer.http_server import http_server
 from kvherd.services.servicer.sockets import listen
+from kvherd.services.tls.certificates import CertificateWatch
 
 HTTP_EVENTS = "tcp://127.0.0.1:5557"
 """Where vLLM and SGLang publish when they are told nothing else."""
@@ -62,6 +64,7 @@ class BridgePlan:
     tokenizer_zip: bytes | None = None
     engine_api_key: str | None = field(default=None, repr=False)
     engine_tls: ClientTls | None = None
+    tls: FileServerTls | None = None
 
     @property
     def speaks_grpc(self) -> bool:
@@ -115,6 +118,11 @@ def command(
     engine_api_key: EngineKeyOption = None,
     engine_ca: EngineCaOption = None,
     engine_tls_name: EngineTlsNameOption = None,
+    engine_tls_cert: EngineCertOption = None,
+    engine_tls_key: EngineTlsKeyOption = None,
+    tls_cert: CertOption = None,
+    tls_key: KeyOption = None,
+    tls_client_ca: ClientCaOption = None,
     log_level: Annotated[LogLevel, typer.Option(help="Least level of the log, which goes to standard error.")] = (
         LogLevel.INFO
     ),
@@ -153,7 +161,8 @@ def command(
         metrics_port=metrics_port,
         tokenizer_zip=tokenizer_from_directory(tokenizer).artifact_zip() if tokenizer else None,
         engine_api_key=engine_key(engine_api_key),
-        engine_tls=engine_tls(engine, engine_ca, engine_tls_name),
+        engine_tls=engine_tls(TlsFiles(engine_tls_cert, engine_tls_key, engine_ca, engine_tls_name), engine),
+        tls=own_tls(tls_cert, tls_key, tls_client_ca),
     )
     prepare_process()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
@@ -176,11 +185,15 @@ async def run_bridge(plan: BridgePlan) -> None:
             relay = await stack.enter_async_context(KvRelay(plan.feeds, options=plan.relay))
         streams = None if relay is None else EventStreams(relay, server=_SERVER, stall_s=plan.stall_s)
         front, engine = _front(plan, relay, streams, stack)
-        bridge = await stack.enter_async_context(Bridge(plan.config, front, identify=engine.identify))
+        await stack.enter_async_context(CertificateWatch(own=plan.tls, workers=plan.engine_tls, whose="this bridge's"))
+        bridge = await stack.enter_async_context(Bridge(plan.config, front, identify=engine.identify, tls=plan.tls))
         if plan.metrics_port is not None:
-            await _show_metrics(plan.metrics_port, BridgeMetrics(relay, streams, Pulse(engine.probe)), stack)
+            await _show_metrics(
+                plan.metrics_port, BridgeMetrics(relay, streams, Pulse(engine.probe), tls=plan.tls), stack
+            )
         what = "the KV events and calls" if plan.speaks_grpc else "the KV events"
-        log.info("serving %s of %s at grpc://%s:%d", what, plan.engine, plan.config.host, plan.config.port)
+        scheme = "grpcs" if plan.tls else "grpc"
+        log.info("serving %s of %s at %s://%s:%d", what, plan.engine, scheme, plan.config.host, plan.config.port)
         await bridge.announce_engine()
         await asyncio.Event().wait()
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import logging
 import secrets
 from collections.abc import Mapping
 from contextlib import AsyncExitStack
@@ -21,10 +22,10 @@ from kvherd.adapters.grpc_worker import GrpcWorker
 from kvherd.adapters.http_exchange import HttpAsker, pool_to
 from kvherd.adapters.http_url import http_address
 from kvherd.adapters.http_worker import HttpWorker
-from kvherd.adapters.tls import ClientTls, trusting_this_machine
+from kvherd.adapters.tls import ClientTls, TlsFiles, trusting_this_machine
 from kvherd.cli.bridge import frame_feeds
 from kvherd.cli.engine_key import EngineKeyOption, engine_key
-from kvherd.cli.engine_tls import EngineCaOption, EngineTlsNameOption, engine_tls
+from kvherd.cli.engine_tls import EngineCaOption, EngineCertOption, EngineTlsKeyOption, EngineTlsNameOption, engine_tls
 from kvherd.cli.gateway import tokenizer_from
 from kvherd.cli.tables import print_table
 from kvherd.core.errors import OptionInvalid
@@ -65,6 +66,8 @@ def command(
     engine_api_key: EngineKeyOption = None,
     engine_ca: EngineCaOption = None,
     engine_tls_name: EngineTlsNameOption = None,
+    engine_tls_cert: EngineCertOption = None,
+    engine_tls_key: EngineTlsKeyOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON, for programs.")] = False,
 ) -> None:
     """Look at one server, and say what stands in the way of right KV routing and how to mend it.
@@ -75,8 +78,12 @@ def command(
     Takes some seconds, two minutes at the most. Exit code 0 if no problem was found, 1 if one was, 2 for an
     option that is wrong, 3 if the server cannot be reached.
     """
+    logging.getLogger("kvherd").setLevel(logging.ERROR)  # what is worth a warning is a finding here
     complaint = _complaint(url, events, replay, tokenizer, bind=bind_events, requests=requests)
-    key, tls = engine_key(engine_api_key), engine_tls(url, engine_ca, engine_tls_name)
+    key, tls = (
+        engine_key(engine_api_key),
+        engine_tls(TlsFiles(engine_tls_cert, engine_tls_key, engine_ca, engine_tls_name), url, events),
+    )
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         diagnosis = runner.run(_examined(complaint, key, tls))
     if as_json:
@@ -143,6 +150,7 @@ def _instruments(url: str, key: str | None, tls: ClientTls | None, stack: AsyncE
         frames=_frames,
         feed=partial(_feed, tls=tls),
         tokenizer=partial(tokenizer_from, tls=tls),
+        expires_at_s=lambda: tls.peer_expires_at_s(url) if tls is not None else None,
     )
 
 

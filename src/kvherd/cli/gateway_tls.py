@@ -13,7 +13,9 @@ WORKERS: Final = TlsOptions("--worker-cert", "--worker-key", "--worker-ca")
 
 CertOption = Annotated[
     Path | None,
-    typer.Option("--tls-cert", metavar="FILE", help="Certificate chain (PEM): HTTP and gRPC are served over TLS."),
+    typer.Option(
+        "--tls-cert", metavar="FILE", help="Certificate chain (PEM): all that is served here is served over TLS."
+    ),
 ]
 KeyOption = Annotated[Path | None, typer.Option("--tls-key", metavar="FILE", help="Its private key (PEM).")]
 ClientCaOption = Annotated[

@@ -34,11 +34,16 @@ async def well() -> None:
     return
 
 
+class Certificate:
+    expires_at_s = 1.0
+
+
 @asynccontextmanager
 async def watched_relay(publisher: FakePublisher) -> AsyncIterator[tuple[KvRelay, BridgeMetrics]]:
     feed = ZmqFrameFeed(publisher.events_endpoint, publisher.replay_endpoint)
     async with KvRelay({publisher.rank: feed}, options=FAST) as relay:
-        yield relay, BridgeMetrics(relay, EventStreams(relay), Pulse(well))
+        tls: Any = Certificate()
+        yield relay, BridgeMetrics(relay, EventStreams(relay), Pulse(well), tls=tls)
 
 
 def samples(metrics: BridgeMetrics) -> dict[str, float]:

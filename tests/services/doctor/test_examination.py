@@ -161,6 +161,7 @@ class Patient:
     fails: Exception | None = None
     methods: frozenset[str] = frozenset({"FlushCache"})
     wall_s: float = NOW_S
+    expires_at_s: float | None = None
     opened: list[tuple[str, str | None, int, bool]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -195,6 +196,7 @@ class Patient:
             feed=lambda _: self.stream,
             tokenizer=tokenizer,
             wall=lambda: self.wall_s,
+            expires_at_s=lambda: self.expires_at_s,
         )
         async with asyncio.timeout(61.0):
             return await examine(Complaint(url=url, **named), instruments, nonce="n")
@@ -215,6 +217,12 @@ async def test_a_healthy_vllm_is_told_so_and_nothing_of_it_is_flushed() -> None:
     bodies = [json.loads(call.body) for call in patient.worker.calls]
     assert [body["max_tokens"] for body in bodies] == [1, 1, 1]
     assert len({body["prompt"] for body in bodies}) == 1
+
+
+@pytest.mark.parametrize(("days", "verdict"), [(30, Verdict.OK), (13, Verdict.WARNING), (1, Verdict.WARNING)])
+async def test_a_certificate_that_expires_soon_is_a_warning(days: int, verdict: Verdict) -> None:
+    found = (await Patient(expires_at_s=NOW_S + days * 24 * HOURS).examined())["certificate"]
+    assert (found.verdict, found.seen) == (verdict, f"its certificate expires in {days:.1f} days")
 
 
 async def test_without_requests_none_is_sent() -> None:

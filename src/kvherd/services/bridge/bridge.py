@@ -11,6 +11,7 @@ import grpc
 import grpc.aio
 
 from kvherd.core.errors import PortInUse, WorkerError
+from kvherd.ports.tls import ServerTls
 from kvherd.ports.worker import WorkerFacts
 from kvherd.services.bridge.engine_doors import ANSWER_S
 from kvherd.services.kv_relay.grpc_edge import CONNECTION_OPTIONS
@@ -58,8 +59,17 @@ class Bridge:
     `identify` asks the engine what it is; it may raise a `WorkerError`.
     """
 
-    def __init__(self, config: BridgeConfig, front: Front, *, identify: Callable[[], Awaitable[WorkerFacts]]) -> None:
+    def __init__(
+        self,
+        config: BridgeConfig,
+        front: Front,
+        *,
+        identify: Callable[[], Awaitable[WorkerFacts]],
+        tls: ServerTls | None = None,
+    ) -> None:
+        """With `tls` it serves over TLS."""
         self._config = config
+        self._tls = tls
         self._front = front
         self._identify = identify
 
@@ -73,7 +83,11 @@ class Bridge:
         )
         await self._front.serve_on(self._server)
         try:
-            self._server.add_insecure_port(_address(self._config.host, self._config.port))
+            address = _address(self._config.host, self._config.port)
+            if self._tls is None:
+                self._server.add_insecure_port(address)
+            else:
+                self._server.add_secure_port(address, self._tls.grpc_credentials())
         except RuntimeError:
             await self._server.stop(0)
             raise PortInUse(self._config.port, "--listen") from None

@@ -11,6 +11,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from kvherd.ports.tls import ServerTls
 from kvherd.services.bridge.pulse import Pulse
 from kvherd.services.kv_relay.event_streams import EventStreams
 from kvherd.services.kv_relay.rank_view import RankView
@@ -46,7 +47,10 @@ _TOTALS: Final = {
 class BridgeMetrics(Collector):
     """`relay` and `streams` are None where the engine tells its events itself."""
 
-    def __init__(self, relay: KvRelay | None, streams: EventStreams | None, pulse: Pulse) -> None:
+    def __init__(
+        self, relay: KvRelay | None, streams: EventStreams | None, pulse: Pulse, *, tls: ServerTls | None = None
+    ) -> None:
+        self._tls = tls
         self._relay = relay
         self._streams = streams
         self.pulse = pulse
@@ -70,6 +74,8 @@ class BridgeMetrics(Collector):
 
     def collect(self) -> Iterator[Metric]:
         yield _gauge("engine_up", "1 if the engine answered its last probe.", float(bool(self.pulse.up)))
+        if self._tls is not None:
+            yield _gauge("certificate_expires_seconds", "Since 1970.", self._tls.expires_at_s)
         if self._relay is not None:
             yield from self._of_relay(self._relay)
         if self._streams is not None:

@@ -45,7 +45,11 @@ async def examine(complaint: Complaint, instruments: Instruments, *, nonce: str)
     except WorkerError as error:
         return _unreachable(complaint, str(error))
     chart = Chart(complaint, facts)
-    findings = [ok("reachable", f"{complaint.url} answers"), identity.kind(chart)]
+    findings = [
+        ok("reachable", f"{complaint.url} answers"),
+        *identity.certificate(instruments.expires_at_s(), instruments.wall()),
+        identity.kind(chart),
+    ]
     known = await _learn(chart, instruments, findings)
     sender = Sender(chart, instruments.worker, known, nonce) if complaint.requests else None
     findings += await _within(EVENTS_S, "KV events", _events(chart, instruments, sender))

@@ -11,6 +11,8 @@ from kvherd.wire.told_events import events_told
 
 _ABSENT: Final = frozenset({404, 501})
 _SILENT_KINDS: Final = (WorkerKind.OPENAI_HTTP, WorkerKind.TRTLLM_GRPC, WorkerKind.MLX_GRPC)
+_DAY_S: Final = 86_400.0
+_WARNS_DAYS: Final = 14
 LARGEST_BLOCK: Final = 512
 
 
@@ -23,6 +25,17 @@ def kind(chart: Chart) -> Finding:
     if not facts.models:
         return problem("kind", seen, "let it name its model: no request can be routed to it otherwise")
     return ok("kind", seen)
+
+
+def certificate(expires_at_s: float | None, now_s: float) -> list[Finding]:
+    """Nothing of a server in the clear, or of one that was not seen to show a certificate."""
+    if expires_at_s is None:
+        return []
+    left_days = (expires_at_s - now_s) / _DAY_S
+    seen = f"its certificate expires in {left_days:.1f} days"
+    if left_days < _WARNS_DAYS:
+        return [warning("certificate", seen, "renew it: nobody will speak to it after that")]
+    return [ok("certificate", seen)]
 
 
 async def health(instruments: Instruments) -> Finding:

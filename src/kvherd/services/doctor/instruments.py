@@ -42,8 +42,8 @@ class Complaint:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Instruments:
     """`door` is of a server on HTTP, `methods` names the calls of one on gRPC. `frames` makes a reader for each rank
-    from the endpoints of rank 0 and may raise `OptionInvalid`; `feed` one for a URL of
-    gRPC; `tokenizer` as the gateway's.
+    from the endpoints of rank 0 and may raise `OptionInvalid`; `feed` one for a URL of gRPC; `tokenizer` as the
+    gateway's; `expires_at_s` is when the certificate expires that the server showed, if it showed one.
     """
 
     worker: Worker
@@ -52,6 +52,7 @@ class Instruments:
     frames: Callable[[str, str | None, int, bool], Mapping[Rank, FrameFeed]]
     feed: Callable[[str], KvFeed]
     tokenizer: Callable[[str], Awaitable[Tokenizer]]
+    expires_at_s: Callable[[], float | None] = lambda: None
     wall: Callable[[], float] = time.time
 
 

@@ -22,7 +22,6 @@ from kvherd.services.gateway.access import AccessLog, Write
 from kvherd.services.gateway.admin import build_app
 from kvherd.services.gateway.admission import Admission, AdmissionBounds, AdmittedPath
 from kvherd.services.gateway.audit import Audit
-from kvherd.services.gateway.certificates import CertificateWatch, remark_on_expiry
 from kvherd.services.gateway.chat import DataPath, PathConfig
 from kvherd.services.gateway.config_file import ConfigFile
 from kvherd.services.gateway.console import Console
@@ -39,6 +38,7 @@ from kvherd.services.gateway.relay.edge import RelayLimits
 from kvherd.services.gateway.relay.server import RelayServer
 from kvherd.services.gateway.staffing import Resolve, Staffing, resolve_host
 from kvherd.services.gateway.stored import at_holders
+from kvherd.services.tls.certificates import CertificateWatch, remark_on_expiry
 from kvherd.wire.gateway_toml import GatewayFile
 
 

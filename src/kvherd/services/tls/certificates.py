@@ -23,9 +23,11 @@ class CertificateWatch:
         *,
         own: ServerTls | None,
         workers: WorkerTls | None,
-        workers_renewed: Callable[[], None],
-        period_s: float,
+        workers_renewed: Callable[[], None] = lambda: None,
+        period_s: float = 2.0,
+        whose: str = "this gateway's",
     ) -> None:
+        self._whose = whose
         self._own = own
         self._workers = workers
         self._workers_renewed = workers_renewed
@@ -55,7 +57,7 @@ class CertificateWatch:
     async def _look(self) -> None:
         if self._own is not None:
             await asyncio.to_thread(self._own.refresh)
-            self._remind("this gateway's certificate has expired, and clients refuse it", self._own.expires_at_s)
+            self._remind(f"{self._whose} certificate has expired, and clients refuse it", self._own.expires_at_s)
         if self._workers is not None:
             if await asyncio.to_thread(self._workers.refresh):
                 self._workers_renewed()

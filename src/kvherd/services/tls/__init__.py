@@ -1,0 +1,1 @@
+"""TLS that services share: certificates that are renewed while they run."""
