@@ -85,7 +85,7 @@ def free_port() -> int:
 async def test_a_request_reaches_the_worker_as_the_client_sent_it() -> None:
     async with RawServer(saying(json_answer(b'{"a":1}'))) as server, worker_at(server.url) as worker:
         responder = FakeResponder()
-        await worker.forward(call(body=b'{"model": "m"}', extra_headers={"x-kvherd-worker": "ann"}), responder)
+        await worker.forward(call(body=b'{"model": "m"}', extra_headers=[(b"x-kvherd-worker", b"ann")]), responder)
         (request,) = server.requests
         assert (request.method, request.target, request.body) == ("POST", "/v1/chat/completions", b'{"model": "m"}')
         assert sorted(request.headers) == [
@@ -721,7 +721,7 @@ async def test_what_is_added_to_one_answer_is_not_in_the_next() -> None:
     async with RawServer(saying(json_answer(b"{}"))) as server, worker_at(server.url) as worker:
         for name in ("a", "b", "c"):
             responder = FakeResponder()
-            await worker.forward(call(extra_headers={"x-" + name: "1"}), responder)
+            await worker.forward(call(extra_headers=[(b"x-" + name.encode(), b"1")]), responder)
             assert [header for header in responder.headers if header.startswith("x-")] == ["x-" + name]
 
 

@@ -291,7 +291,7 @@ def _send(call: Call, responder: Responder, body: bytes) -> None:
 
 
 def _extra(call: Call) -> list[tuple[bytes, bytes]]:
-    return [(name.encode(), value.encode()) for name, value in call.extra_headers.items()]
+    return list(call.extra_headers)
 
 
 def _at_rank(request: GenerationRequest, rank: Rank | None) -> GenerationRequest:

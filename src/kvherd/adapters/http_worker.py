@@ -278,8 +278,7 @@ class _Relayed:
             self._waits_for_first = call.on_first_token is not None
             if call.on_usage is not None:
                 self._sniffer = UsageSniffer(stream=_is_event_stream(headers))
-        for name, value in call.extra_headers.items():
-            headers.append((name.encode("latin-1"), value.encode("latin-1")))
+        headers += call.extra_headers
         self._responder.start(status, headers)
 
     def body(self, data: bytes) -> None:

@@ -1,8 +1,7 @@
 """What an HTTP edge may rely on from whatever turns OpenAI calls into answers."""
 
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
-from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from kvherd.core.engine.generation import GenerationRequest, TokenDelta
 from kvherd.core.ids import RequestId
@@ -12,8 +11,7 @@ Generate = Callable[[GenerationRequest], AsyncIterator[TokenDelta]]
 """Continues a token sequence; closing the iterator aborts it. The scheduler's and a gRPC worker's `generate`."""
 
 
-@dataclass(frozen=True, slots=True)
-class Usage:
+class Usage(NamedTuple):
     """What a finished call cost, for logs and audits. `cached_tokens` None: whoever answered did not say.
 
     `host_tokens` of them were loaded from host memory, as far as that was said.

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
 from kvherd.core.ids import Rank, RequestId, WorkerId
@@ -61,7 +60,7 @@ class Call(NamedTuple):
     model: str = ""
     stream: bool = False
     prompt_token_ids: Sequence[int] | None = None
-    extra_headers: Mapping[str, str] = MappingProxyType({})
+    extra_headers: Sequence[tuple[bytes, bytes]] = ()
     rank: Rank | None = None
     on_first_token: Callable[[], None] | None = None
     on_usage: Callable[[Usage], None] | None = None

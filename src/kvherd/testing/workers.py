@@ -116,7 +116,7 @@ class FakeWorker:
         try:
             await asyncio.sleep(self.first_byte_s)
             self._check()
-            extra = tuple((name.encode(), value.encode()) for name, value in call.extra_headers.items())
+            extra = tuple(call.extra_headers)
             responder.start(self.status, self.answer_headers + extra)
             if call.on_first_token is not None and self.status == 200:
                 call.on_first_token()

@@ -47,10 +47,12 @@ class Breaker:
             return BreakerState.CLOSED
         return BreakerState.OPEN if now_s < self._open_until_s else BreakerState.HALF_OPEN
 
+    @property
+    def closed(self) -> bool:
+        return self._open_until_s is None
+
     def admits(self, now_s: float) -> bool:
         """Whether a request may be sent now; changes nothing."""
-        if self._open_until_s is None:
-            return True
         state = self.state(now_s)
         return state is BreakerState.CLOSED or (state is BreakerState.HALF_OPEN and self._trying is None)
 

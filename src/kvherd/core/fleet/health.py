@@ -24,6 +24,8 @@ class Down:
 
 Health = Up | Suspect | Down
 
+_UP = Up()
+
 
 @dataclass(slots=True)
 class HealthJudge:
@@ -38,9 +40,13 @@ class HealthJudge:
     _reason: str = ""
 
     @property
+    def down(self) -> bool:
+        return self._failures >= self.down_after
+
+    @property
     def verdict(self) -> Health:
         if self._failures == 0:
-            return Up()
+            return _UP
         if self._failures < self.down_after:
             return Suspect(self._reason)
         return Down(self._reason)

@@ -50,6 +50,9 @@ class Share(NamedTuple):
     used_tokens: int
 
 
+_NO_SHARE = Share(0, 0, 0)
+
+
 @dataclass(slots=True)
 class Member:
     """One worker as the gateway knows it. `detected` is false until it said what it is; then the facts hold.
@@ -170,6 +173,8 @@ class Member:
 
     def unavailable(self, now_s: float) -> str:
         """Why it takes no request, in words; empty if it does."""
+        if self.breaker.closed and self.detected and not self.draining and not self.health.down:
+            return ""
         match self.state:
             case WorkerState.UP | WorkerState.SUSPECT:
                 return "" if self.breaker.admits(now_s) else _why_broken(self.breaker.state(now_s))
@@ -191,27 +196,33 @@ class Member:
         self, now_s: float, *, matched_tokens: int, prompt_tokens: int, kv: KvKnowledge, rank: Rank | None = None
     ) -> Candidate:
         """What routing may know of it, or of one of its targets, for one prompt, at this moment."""
-        share, shares = self._share(rank), len(self.targets) if rank is not None else 1
-        uncached = max(0, prompt_tokens - matched_tokens)
-        room = self.capacity_tokens // shares - share.used_tokens if self.capacity_tokens else uncached
-        evicted = max(0, uncached - max(0, room))
-        in_flight = sum(one.rank == rank for one in self.in_flight.values()) if shares > 1 else len(self.in_flight)
+        rate, backlog, evicted = self.rate.at(now_s), self.backlogs.get(rank), 0
+        if rank is None:
+            running, waiting, used_tokens, shares = self.running, self.waiting, self.used_tokens, 1
+            in_flight = len(self.in_flight)
+        else:
+            (running, waiting, used_tokens), shares = self.shares.get(rank, _NO_SHARE), len(self.targets)
+            in_flight = sum(one.rank == rank for one in self.in_flight.values()) if shares > 1 else len(self.in_flight)
+        if self.capacity_tokens and prompt_tokens > matched_tokens:
+            room = max(0, self.capacity_tokens // shares - used_tokens)
+            evicted = max(0, prompt_tokens - matched_tokens - room)
+        # By position: by name it would cost twice as much, for every worker at every request.
         return Candidate(
-            worker=self.worker,
-            rank=rank,
-            models=self.models,
-            unavailable=self.unavailable(now_s),
-            in_flight=in_flight,
-            running=share.running,
-            waiting=share.waiting,
-            backlog_s=self._backlog(rank).seconds(rate=self.rate.at(now_s), now_s=now_s),
-            prefill_tokens_per_s=self.rate.at(now_s),
-            matched_tokens=matched_tokens,
-            evicted_tokens=evicted,
-            lru_age_s=self.turnover.age_s(self.capacity_tokens, now_s) if evicted else 0.0,
-            max_context_tokens=self.max_context_tokens,
-            kv=kv,
-            weight=self.weight,
+            self.worker,
+            self.models,
+            rank,
+            self.unavailable(now_s),
+            in_flight,
+            running,
+            waiting,
+            backlog.seconds(rate=rate, now_s=now_s) if backlog is not None else 0.0,
+            rate,
+            matched_tokens,
+            evicted,
+            self.turnover.age_s(self.capacity_tokens, now_s) if evicted else 0.0,
+            self.max_context_tokens,
+            kv,
+            self.weight,
         )
 
     def backlog_s(self, now_s: float) -> float:
@@ -248,7 +259,8 @@ class Member:
     def prefilled(self, request: RequestId, *, now_s: float) -> None:
         """Its prefill is over, or will never be."""
         for backlog in self.backlogs.values():
-            backlog.end(request, rate=self.rate.at(now_s), now_s=now_s)
+            if not backlog.empty:
+                backlog.end(request, rate=self.rate.at(now_s), now_s=now_s)
 
     def end(self, request: RequestId, *, now_s: float) -> None:
         """It is no longer under way, whatever became of it."""
@@ -263,12 +275,11 @@ class Member:
         self.compare_at_s, self.compare_tries = -math.inf, 0
         self.tokenization.clear()
 
-    def _share(self, rank: Rank | None) -> Share:
-        whole = Share(self.running, self.waiting, self.used_tokens)
-        return whole if rank is None else self.shares.get(rank, Share(0, 0, 0))
-
     def _backlog(self, rank: Rank | None) -> Backlog:
-        return self.backlogs.setdefault(rank, Backlog())
+        backlog = self.backlogs.get(rank)
+        if backlog is None:
+            backlog = self.backlogs[rank] = Backlog()
+        return backlog
 
 
 class Roster:
@@ -325,9 +336,13 @@ class Roster:
         """Every model that there is, or that someone relies on."""
         return tuple(dict.fromkeys((*self.models(), *self.required, *self.aliases.values())))
 
+    def serves(self, model: str) -> bool:
+        """Whether a member serves it, up or not."""
+        return any(model in one.models for one in self._members.values())
+
     def meant(self, name: str) -> str:
         """The model that a client means by a name: the name itself unless it is an alias."""
-        return name if name not in self.aliases or name in self.models() else self.aliases[name]
+        return name if name not in self.aliases or self.serves(name) else self.aliases[name]
 
     def unserved(self, now_s: float) -> tuple[str, ...]:
         """The models, of those expected, that no member would take a request for now."""

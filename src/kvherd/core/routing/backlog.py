@@ -16,6 +16,11 @@ class Backlog:
         self._total = 0.0
         self._at_s = 0.0
 
+    @property
+    def empty(self) -> bool:
+        """Nothing is left of what was promised."""
+        return not self._left
+
     def add(self, request: RequestId, tokens: int, *, rate: float, now_s: float) -> float:
         """Promise `tokens` more of prefill; answers how many tokens are to be done until this request's are."""
         self._advance(rate, now_s)
@@ -26,16 +31,20 @@ class Backlog:
 
     def end(self, request: RequestId, *, rate: float, now_s: float) -> None:
         """This request's prefill is over, or will never be. Harmless for one that is not known."""
-        self._advance(rate, now_s)
-        self._total = max(0.0, self._total - self._left.pop(request, 0.0)) if self._left else 0.0
+        if self._left:
+            self._advance(rate, now_s)
+            self._total = max(0.0, self._total - self._left.pop(request, 0.0)) if self._left else 0.0
 
     def seconds(self, *, rate: float, now_s: float) -> float:
+        if not self._left:
+            return 0.0
         self._advance(rate, now_s)
         return self._total / rate
 
     def _advance(self, rate: float, now_s: float) -> None:
         if not self._left:
-            self._at_s, self._total = max(self._at_s, now_s), 0.0  # floats drift; an empty backlog is exactly none
+            self._total = 0.0  # floats drift; an empty backlog is exactly none
+            self._at_s = max(self._at_s, now_s)
             return
         done = rate * max(0.0, now_s - self._at_s)
         self._at_s = max(self._at_s, now_s)

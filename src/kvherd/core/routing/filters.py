@@ -7,15 +7,11 @@ from kvherd.core.routing.candidate import Ask, Candidate
 Filter = Callable[[Candidate, Ask], str | None]
 
 
-def serves_model(candidate: Candidate, ask: Ask) -> str | None:
-    """An ask without a model is for any."""
+def able(candidate: Candidate, ask: Ask) -> str | None:
+    """It serves the model and takes requests. An ask without a model is for any."""
     if ask.model and ask.model not in candidate.models:
         return f"serves {', '.join(candidate.models) or 'no model'}"
-    return None
-
-
-def takes_requests(candidate: Candidate, _ask: Ask) -> str | None:
     return candidate.unavailable or None
 
 
-DEFAULT: tuple[Filter, ...] = (serves_model, takes_requests)
+DEFAULT: tuple[Filter, ...] = (able,)

@@ -5,6 +5,7 @@ from hashlib import blake2b
 from math import log
 from typing import NamedTuple, Protocol
 
+from kvherd.core.ids import WorkerId
 from kvherd.core.routing.candidate import Ask, Candidate
 
 Dice = Callable[[], float]
@@ -12,14 +13,11 @@ Dice = Callable[[], float]
 
 
 class Costed(NamedTuple):
-    """A candidate and what each scorer charges for it, by name, in seconds."""
+    """A candidate, what each scorer charges for it, by name, in seconds, and all of that by its weight."""
 
     candidate: Candidate
     costs: tuple[tuple[str, float], ...] = ()
-
-    @property
-    def total_s(self) -> float:
-        return sum(cost for _, cost in self.costs) / self.candidate.weight
+    total_s: float = 0.0
 
     @property
     def load(self) -> float:
@@ -34,8 +32,11 @@ class Picker(Protocol):
 
 def best(costed: Sequence[Costed], ask: Ask, dice: Dice) -> Costed:
     """The cheapest; among equals the least loaded, among those chance, by weight."""
-    cheapest = min((one.total_s, one.load) for one in costed)
-    equals = [one for one in costed if (one.total_s, one.load) == cheapest]
+    least_s = min([one.total_s for one in costed])
+    equals = [one for one in costed if one.total_s == least_s]
+    if len(equals) > 1:
+        least = min([one.load for one in equals])
+        equals = [one for one in equals if one.load == least]
     return _by_weight(equals, dice())
 
 
@@ -63,6 +64,13 @@ class InTurn:
         after = [one for one in costed if _name(one) > self._last]
         chosen = min(after or costed, key=_name)
         self._last = _name(chosen)
+        return chosen
+
+    def next_of(self, able: Sequence[WorkerId]) -> WorkerId:
+        """The same for names of workers that have no ranks and count alike; `able` is not empty."""
+        last = self._last[0]
+        chosen = min([name for name in able if name > last] or able)
+        self._last = (chosen, -1)
         return chosen
 
     def _most_owed(self, costed: Sequence[Costed]) -> Costed:

@@ -58,6 +58,11 @@ class Policy:
     remembers_prompts: bool = False
     filters: tuple[rules.Filter, ...] = rules.DEFAULT
 
+    @property
+    def in_turn(self) -> pickers.InTurn | None:
+        """The picker of a policy that asks nothing of candidates but whose turn it is."""
+        return self.picker if isinstance(self.picker, pickers.InTurn) and not self.scorers else None
+
     def choose(self, ask: Ask, candidates: Sequence[Candidate], dice: Dice) -> Explanation:
         """Explain a choice; `chosen` is None when every candidate is ruled out."""
         costed: list[Costed] = []
@@ -70,7 +75,7 @@ class Policy:
                     break
             else:
                 costs = tuple([(name, score(candidate, ask)) for name, score in self.scorers])
-                costed.append(Costed(candidate, costs))
+                costed.append(Costed(candidate, costs, sum([cost for _, cost in costs]) / candidate.weight))
         chosen = self.picker(costed, ask, dice).candidate if costed else None
         return Explanation(self.name, tuple(costed), tuple(ruled_out), chosen)
 

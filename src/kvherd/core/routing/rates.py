@@ -72,8 +72,6 @@ class Turnover:
         return capacity_tokens / per_s if per_s > 0 else float("inf")
 
     def _decay(self, now_s: float) -> None:
-        if self._tokens == 0.0:
-            self._at_s = max(self._at_s, now_s)
-            return
-        self._tokens *= exp2(-max(0.0, now_s - self._at_s) / self.half_life_s)
-        self._at_s = max(self._at_s, now_s)
+        if now_s > self._at_s:
+            self._tokens *= exp2((self._at_s - now_s) / self.half_life_s)
+            self._at_s = now_s

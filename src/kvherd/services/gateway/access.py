@@ -75,31 +75,56 @@ class AccessLog:
             log.info(line.decode())
 
     def _line(self, turn: Turn, ttft_s: float | None, itl_s: float | None, seconds: float) -> bytes:
-        usage = turn.usage
-        line: dict[str, object] = {
-            "at": _now(),
-            "request": turn.request,
-            "key": turn.incoming.key or None,
-            "path": turn.incoming.path,
-            "model": turn.model,
-            "worker": turn.member.worker if turn.member else None,
-            "rank": turn.rank,
-            "stream": turn.asked.streams,
-            "outcome": turn.outcome,
-            "status": turn.witness.status or None,
-            "tries": len(turn.tried) + (turn.outcome == "answered"),
-            "prompt_tokens": usage.prompt_tokens if usage else None,
-            "completion_tokens": usage.completion_tokens if usage else None,
-            "predicted_cached_tokens": turn.predicted,
-            "cached_tokens": usage.cached_tokens if usage else None,
-            "held_s": _rounded(turn.held_s),
-            "ttft_s": _rounded(ttft_s),
-            "itl_s": _rounded(itl_s),
-            "seconds": _rounded(seconds),
-        }
+        usage, answered = turn.usage, turn.outcome == "answered"
+        line = _Line(
+            _now(),
+            turn.request,
+            turn.incoming.key or None,
+            turn.incoming.path,
+            turn.model,
+            turn.member.worker if turn.member else None,
+            turn.rank,
+            turn.asked.streams,
+            turn.outcome,
+            turn.witness.status or None,
+            len(turn.tried) + answered,
+            usage.prompt_tokens if usage else None,
+            usage.completion_tokens if usage else None,
+            turn.predicted,
+            usage.cached_tokens if usage else None,
+            _rounded(turn.held_s),
+            _rounded(ttft_s),
+            _rounded(itl_s),
+            _rounded(seconds),
+        )
         if turn.explain:
-            line["explain"] = msgspec.Raw(turn.headers.get("x-kvherd-explain", "null").encode())
+            line.explain = msgspec.Raw(turn.explanation or b"null")
         return _encode(line)
+
+
+class _Line(msgspec.Struct, gc=False):
+    """Its names are those of the log."""
+
+    at: str
+    request: str
+    key: str | None
+    path: str
+    model: str
+    worker: str | None
+    rank: int | None
+    stream: bool
+    outcome: str
+    status: int | None
+    tries: int
+    prompt_tokens: int | None
+    completion_tokens: int | None
+    predicted_cached_tokens: int | None
+    cached_tokens: int | None
+    held_s: float | None
+    ttft_s: float | None
+    itl_s: float | None
+    seconds: float | None
+    explain: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
 
 
 def _now() -> str:

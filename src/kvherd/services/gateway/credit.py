@@ -32,6 +32,9 @@ class Match:
     whole: bool = False
 
 
+NO_MATCH = Match()
+
+
 class Credit:
     """Joins the index, the blocks on their way, and the memory of what was sent to workers that tell nothing."""
 

@@ -149,9 +149,9 @@ class Fleet:
 
     async def _retire(self, former: Worker, member: Member, under_way: set[RequestId]) -> None:
         """Close a connection once nothing of what was under way there is, or after a while."""
-        patience_s = self._now_s() + self._config.retire_s
+        patience_s = self.now_s() + self._config.retire_s
         try:
-            while under_way & member.in_flight.keys() and self._now_s() < patience_s:  # noqa: ASYNC110 - rare, and rough
+            while under_way & member.in_flight.keys() and self.now_s() < patience_s:  # noqa: ASYNC110 - rare, and rough
                 await asyncio.sleep(self._config.probe_period_s)
         finally:
             await former.close()
@@ -173,7 +173,7 @@ class Fleet:
         A second call joins the first, and can bring its end nearer.
         """
         bound_s = self._config.drain_s if drain_s is None else drain_s
-        member, ends_at_s = self.roster.get(worker), self._now_s() + bound_s
+        member, ends_at_s = self.roster.get(worker), self.now_s() + bound_s
         if worker not in self._leaving:
             self._last_ended[worker] = asyncio.Event()
             self._leaving[worker] = self._group.create_task(self._leave(worker), name=f"drain {worker}")
@@ -197,23 +197,23 @@ class Fleet:
 
     def request_succeeded(self, member: Member, request: RequestId) -> None:
         """A request there was answered: a passive sign of health."""
-        member.answered_at_s = self._now_s()
+        member.answered_at_s = self.now_s()
         member.breaker.succeeded(request, member.answered_at_s)
         # Only a probe ends `Down`: an answer that began before the failure proves nothing.
-        if not isinstance(member.health.verdict, Down):
+        if not member.health.down:
             member.health.succeeded()
 
     def request_failed(self, member: Member, request: RequestId, error: WorkerError) -> None:
         """A request there failed: a passive sign. The worker is probed at once to be sure."""
         member.failures_total += 1
-        member.breaker.failed(request, self._now_s(), self._dice())
+        member.breaker.failed(request, self.now_s(), self._dice())
         member.health.failed(self._why(error))
         if member.worker in self._wakes:
             self._wakes[member.worker].set()
 
     def request_ended(self, member: Member, request: RequestId) -> None:
         """It is no longer under way there, whatever became of it."""
-        member.end(request, now_s=self._now_s())
+        member.end(request, now_s=self.now_s())
         if member.worker in self._last_ended and not member.in_flight:
             self._last_ended[member.worker].set()
 
@@ -310,12 +310,12 @@ class Fleet:
         tokenizer = self._tokenizers.get(member.models[0]) if member.models else None
         if tokenizer is None or member.given_tokens or not isinstance(member.health.verdict, Up):
             return
-        if self._now_s() >= member.compare_at_s:
+        if self.now_s() >= member.compare_at_s:
             await compare(member, worker, tokenizer)
 
     async def _check(self, member: Member, worker: Worker) -> None:
         """Probe it and ask for its load. One that returns from being down may be another process: detect it anew."""
-        before, began_s = member.health.verdict, self._now_s()
+        before, began_s = member.health.verdict, self.now_s()
         try:
             async with asyncio.timeout(self._config.probe_deadline_s):
                 await worker.probe()
@@ -356,7 +356,7 @@ class Fleet:
         if member is None:
             del self._leaving[worker], self._last_ended[worker]
             return True
-        while member.in_flight and member.leaves_at_s is not None and member.leaves_at_s > self._now_s():
+        while member.in_flight and member.leaves_at_s is not None and member.leaves_at_s > self.now_s():
             ended.clear()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout_at(member.leaves_at_s):
@@ -377,7 +377,7 @@ class Fleet:
         """The error's sentence without the worker's name, which stands beside it wherever it is shown."""
         return str(error).removeprefix(f"{error.worker} ") + self._remark(error.worker)
 
-    def _now_s(self) -> float:
+    def now_s(self) -> float:
         return self._clock()
 
 

@@ -1,7 +1,11 @@
-"""How long one try at one worker may take: a timer of its own, since `asyncio.timeout` costs five times as much."""
+"""How long one try at one worker may take.
+
+Nearly every answer begins long before anybody has to look whether it still will, and the first look comes as late after
+its beginning for each: one clock for all of them, since one for each would cost as much as choosing the worker.
+"""
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from kvherd.core.errors import FieldInvalid, KvherdError, WorkerTimedOut, WorkerUnreachable
@@ -15,8 +19,11 @@ TIMEOUT = b"x-request-timeout"
 def deadline_s(headers: Iterable[tuple[bytes, bytes]]) -> float | None:
     """The seconds that the client gives the whole answer, if it says. Raises `FieldInvalid`."""
     told = next((value for name, value in headers if name == TIMEOUT), None)
-    if told is None:
-        return None
+    return None if told is None else seconds_told(told)
+
+
+def seconds_told(told: bytes) -> float:
+    """Raises `FieldInvalid`."""
     try:
         seconds = float(told)
     except ValueError:
@@ -40,64 +47,104 @@ class Bounds:
     first_byte_s: float = 600.0
     down_s: float = 15.0
 
+    @property
+    def first_look_s(self) -> float:
+        return min(self.down_s, self.first_byte_s)
+
+
+GiveUp = Callable[[KvherdError], None]
+
 
 class Patience:
-    """Cancels the task that made it when the time is over, and then says why: the cancellation is the caller's to
-    turn into `gave_up`. Call `over` in any case.
-    """
+    """Over all tries of one data path."""
 
-    __slots__ = ("_began_s", "_bounds", "_clock", "_ends", "_loop", "_member", "_started", "_task", "gave_up")
+    def __init__(self, bounds: Bounds) -> None:
+        self.bounds = bounds
+        self.fresh: dict[Wait, None] = {}
+        self._clock: asyncio.TimerHandle | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    @property
+    def loop(self) -> asyncio.AbstractEventLoop:
+        if self._loop is None:  # asked for once: each time costs a system call in 3.11
+            self._loop = asyncio.get_running_loop()
+        return self._loop
+
+    def wait(self, member: Member, now_s: float, give_up: GiveUp, ends: tuple[float, float] | None) -> "Wait":
+        """A try begins. `give_up` is called at most once, with why; `over` must follow in any case.
+
+        `ends` is when the client's own deadline comes, and how long it had given.
+        """
+        wait = Wait(self, member, now_s, give_up, ends)
+        if ends is not None:
+            wait.go_on(now_s)
+        else:
+            self.fresh[wait] = None
+            if self._clock is None:
+                self._clock = self.loop.call_at(now_s + self.bounds.first_look_s, self._look)
+        return wait
+
+    def _look(self) -> None:
+        """Those that began first are due first."""
+        self._clock = None
+        now_s = self.loop.time()
+        while self.fresh:
+            oldest = next(iter(self.fresh))
+            due_s = oldest.began_s + self.bounds.first_look_s
+            if due_s > now_s:
+                self._clock = self.loop.call_at(due_s, self._look)
+                return
+            del self.fresh[oldest]
+            oldest.look()
+
+
+class Wait:
+    """For one answer to begin, and for its end if the client gave it a deadline."""
+
+    __slots__ = ("_clock", "_ends", "_give_up", "_member", "_patience", "_started", "began_s")
 
     def __init__(
-        self, loop: asyncio.AbstractEventLoop, member: Member, bounds: Bounds, ends: tuple[float, float] | None
+        self, patience: Patience, member: Member, began_s: float, give_up: GiveUp, ends: tuple[float, float] | None
     ) -> None:
-        """`ends` is when the client's own deadline comes, and how long it had given."""
-        self._loop = loop
-        self._task = asyncio.current_task(loop)
+        self._patience = patience
         self._member = member
-        self._bounds = bounds
+        self.began_s = began_s
+        self._give_up = give_up
         self._ends = ends
-        self._began_s = loop.time()
         self._started = False
-        self.gave_up: KvherdError | None = None
         self._clock: asyncio.TimerHandle | None = None
-        self._wait(self._began_s)
 
     def started(self) -> None:
         """The answer has begun: from now on only the client's own deadline holds."""
         self._started = True
-        if self._clock is not None:
-            self._clock.cancel()
-            self._clock = None
+        self.over()
         if self._ends is not None:
-            self._wait(self._began_s)
+            self.go_on(self.began_s)
 
     def over(self) -> None:
+        self._patience.fresh.pop(self, None)
         if self._clock is not None:
             self._clock.cancel()
             self._clock = None
-        if self.gave_up is not None and self._task is not None:
-            self._task.uncancel()
 
-    def _wait(self, now_s: float) -> None:
-        bounds, until_s = self._bounds, self._ends[0] if self._ends is not None else float("inf")
+    def go_on(self, now_s: float) -> None:
+        """Wait until it is to be looked at again."""
+        bounds, until_s = self._patience.bounds, self._ends[0] if self._ends is not None else float("inf")
         if not self._started:
-            until_s = min(until_s, now_s + bounds.down_s, self._began_s + bounds.first_byte_s)
-        self._clock = self._loop.call_at(until_s, self._look)
+            until_s = min(until_s, now_s + bounds.down_s, self.began_s + bounds.first_byte_s)
+        self._clock = self._patience.loop.call_at(until_s, self.look)
 
-    def _look(self) -> None:
+    def look(self) -> None:
+        """Is there still reason to wait?"""
         self._clock = None
-        now_s, verdict = self._loop.time(), self._member.health.verdict
-        waited_s = now_s - self._began_s
+        bounds, now_s, verdict = self._patience.bounds, self._patience.loop.time(), self._member.health.verdict
+        waited_s = now_s - self.began_s
         if self._ends is not None and now_s >= self._ends[0]:
-            self.gave_up = DeadlinePassed(self._ends[1])
-        elif waited_s >= self._bounds.first_byte_s:
-            self.gave_up = WorkerTimedOut(self._member.worker, self._bounds.first_byte_s)
+            self._give_up(DeadlinePassed(self._ends[1]))
+        elif waited_s >= bounds.first_byte_s:
+            self._give_up(WorkerTimedOut(self._member.worker, bounds.first_byte_s))
         elif isinstance(verdict, Down):
             reason = f"it gave no byte of an answer for {waited_s:.0f} s and is down: {verdict.reason}"
-            self.gave_up = WorkerUnreachable(self._member.worker, reason)
+            self._give_up(WorkerUnreachable(self._member.worker, reason))
         else:
-            self._wait(now_s)
-            return
-        if self._task is not None:
-            self._task.cancel()
+            self.go_on(now_s)

@@ -4,15 +4,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from kvherd.core.errors import WorkerError
+from kvherd.core.errors import KvherdError, WorkerError
 from kvherd.core.fleet.roster import Member
 from kvherd.core.ids import Rank, RequestId, WorkerId
 from kvherd.ports.completions import Usage
 from kvherd.services.gateway.audit import Trial
-from kvherd.services.gateway.credit import Match
+from kvherd.services.gateway.credit import NO_MATCH, Match
+from kvherd.services.gateway.patience import Wait
 from kvherd.services.gateway.prompts import Prompt
 from kvherd.services.gateway.witness import Witness
-from kvherd.wire.openai.routing import RANK_HEADER, Peek
+from kvherd.wire.openai.routing import Peek
 
 
 class Incoming(Protocol):
@@ -45,7 +46,7 @@ class Renamed:
         self.body = body
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Turn:
     """`match` and what follows it are of the last try."""
 
@@ -56,17 +57,22 @@ class Turn:
     prompt: Prompt
     witness: Witness
     began_s: float
-    explain: bool
+    explain: bool = False
+    wanted_rank: Rank | None = None
+    """That the client named."""
     ends: tuple[float, float] | None = None
     """When the client's own deadline comes, and how many seconds it gave."""
     holder: WorkerId | None = None
     """The one worker that can answer."""
     tried: dict[WorkerId, WorkerError] = field(default_factory=dict)
     last_error: WorkerError | None = None
+    gave_up: KvherdError | None = None
+    """Why the gateway itself ended the try."""
+    wait: Wait | None = None
     member: Member | None = None
     rank: Rank | None = None
     """That is to serve it, if its worker's ranks can be addressed."""
-    match: Match = field(default_factory=Match)
+    match: Match = NO_MATCH
     trial: Trial | None = None
     sampled: bool = False
     """The gateway asks for the usage, and the client does not."""
@@ -75,17 +81,12 @@ class Turn:
     sent_at_s: float = 0.0
     uncached: int = 0
     ahead_tokens: float = 0.0
-    headers: dict[str, str] = field(default_factory=dict)
+    headers: Sequence[tuple[bytes, bytes]] = ()
+    """What is added to those of the answer."""
+    explanation: bytes = b""
     first_token_at_s: float | None = None
     usage: Usage | None = None
     outcome: str = "unserved"
-
-    @property
-    def wanted_rank(self) -> Rank | None:
-        """That the client named."""
-        named = next((value for name, value in self.incoming.headers if name == RANK_HEADER), b"")
-        rank = int(named) if named.isdigit() and len(named) < 10 else self.asked.rank
-        return None if rank is None else Rank(rank)
 
     @property
     def predicted(self) -> int | None:

@@ -5,8 +5,14 @@ from collections.abc import Callable, Sequence
 from kvherd.ports.worker import Responder
 
 
+def _unheard() -> None:
+    return
+
+
 class Witness:
     """A `Responder` around another. `on_start` is called when an answer begins."""
+
+    __slots__ = ("_inner", "drain", "failure", "on_start", "over", "status", "when_drained", "write")
 
     def __init__(self, inner: Responder) -> None:
         self._inner = inner
@@ -14,7 +20,7 @@ class Witness:
         self.write = inner.write
         self.drain = inner.drain
         self.when_drained = inner.when_drained
-        self.on_start: Callable[[], None] | None = None
+        self.on_start: Callable[[], None] = _unheard
         self.status = 0
         self.over = False
         self.failure = ""
@@ -26,8 +32,7 @@ class Witness:
     def start(self, status: int, headers: Sequence[tuple[bytes, bytes]]) -> None:
         self.status = status
         self._inner.start(status, headers)
-        if self.on_start is not None:
-            self.on_start()
+        self.on_start()
 
     def end(self) -> None:
         self.over = True

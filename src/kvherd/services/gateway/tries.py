@@ -1,0 +1,139 @@
+"""One try at one worker: what is noted when it begins, what is sent, and what is learned when it ends."""
+
+from kvherd.core.errors import WorkerError, WorkerRefused, WorkerUnsupported
+from kvherd.core.fleet.roster import Member
+from kvherd.core.fleet.spec import GRPC
+from kvherd.ports.completions import Usage
+from kvherd.ports.worker import Call, Responder
+from kvherd.services.gateway.audit import Audit, reported_cached
+from kvherd.services.gateway.credit import Credit
+from kvherd.services.gateway.fleet import Fleet
+from kvherd.services.gateway.heal import FullReports
+from kvherd.services.gateway.late_binding import LateBinding
+from kvherd.services.gateway.metrics import GatewayMetrics
+from kvherd.services.gateway.parity import counted
+from kvherd.services.gateway.patience import with_deadline
+from kvherd.services.gateway.turn import Turn
+from kvherd.services.gateway.usage_samples import UsageSamples, WithoutUsage, uncompressed
+
+
+class Tries:
+    """`credit` is None under a policy that remembers no prompts, `late` where no request is held."""
+
+    def __init__(
+        self,
+        *,
+        fleet: Fleet,
+        credit: Credit | None,
+        audit: Audit,
+        metrics: GatewayMetrics,
+        reports: FullReports,
+        samples: UsageSamples,
+        late: LateBinding | None,
+    ) -> None:
+        self._fleet = fleet
+        self._credit = credit
+        self._audit = audit
+        self._metrics = metrics
+        self._reports = reports
+        self._samples = samples
+        self._late = late
+
+    def begin(self, turn: Turn, member: Member, now_s: float) -> tuple[Call, Responder]:
+        """It is being sent there: what is sent, and where the answer goes. `end` must follow."""
+        prompt, predicted = turn.prompt, turn.predicted
+        tokens = prompt.tokens
+        turn.uncached = tokens - (predicted or 0)
+        turn.sent_at_s, turn.gave_up = now_s, None
+        turn.ahead_tokens = member.begin(
+            turn.request, prompt_tokens=tokens, uncached_tokens=turn.uncached, now_s=now_s, rank=turn.rank
+        )
+        if predicted is not None:
+            alone = not prompt.several and not turn.asked.branches
+            turn.trial = self._audit.begin(member, turn.match, prompt_tokens=tokens, alone=alone)
+        call, responder = self._edited(turn, member)
+        if self._credit is not None:
+            self._credit.sent(turn.request, prompt, member, turn.rank)
+        return call, responder
+
+    def end(self, turn: Turn, member: Member, error: BaseException | None) -> None:
+        """It is over, however it ended; the worker's health learns from it."""
+        if error is None:
+            self._fleet.request_succeeded(member, turn.request)
+        elif isinstance(error, WorkerError) and not isinstance(error, WorkerRefused | WorkerUnsupported):
+            self._fleet.request_failed(member, turn.request, error)
+        else:
+            member.breaker.abandoned(turn.request)  # it is well, and said no; or its client has left
+        if turn.trial is not None:
+            self._audit.end(member, turn.trial)
+        self._fleet.request_ended(member, turn.request)
+        if self._credit is not None:
+            self._credit.ended(turn.request)
+        if self._late is not None:
+            self._late.look()
+
+    def _edited(self, turn: Turn, member: Member) -> tuple[Call, Responder]:
+        """What is sent to this worker, and what becomes of its answer on the way to the client."""
+        call = self._call(turn, member)
+        reporting = self._reports.ask(turn, member, call.body)
+        if reporting is not None:
+            call = call._replace(body=reporting)
+        sampling = self._samples.ask(turn, member, call.body)
+        turn.sampled = sampling is not None
+        if sampling is None:
+            return call, turn.witness
+        return call._replace(body=sampling, headers=uncompressed(call.headers)), WithoutUsage(turn.witness)
+
+    def _call(self, turn: Turn, member: Member) -> Call:
+        incoming, headers, prompt = turn.incoming, turn.incoming.headers, turn.prompt
+        if turn.ends is not None:
+            headers = with_deadline(headers, turn.ends[0] - turn.sent_at_s)
+
+        def first_token() -> None:
+            turn.first_token_at_s = now_s = self._fleet.now_s()
+            member.answered(turn.request, now_s=now_s)
+            if self._late is not None:
+                self._late.look()
+
+        def usage(told: Usage) -> None:
+            turn.usage = told
+
+        return Call(
+            incoming.method,
+            incoming.target,
+            headers,
+            incoming.body,
+            turn.request,
+            turn.model,
+            turn.asked.streams,
+            None if prompt.several else prompt.token_ids,
+            turn.headers,
+            turn.rank if turn.wanted_rank is None else None,
+            first_token,
+            usage,
+        )
+
+    def learn(self, turn: Turn, member: Member, now_s: float) -> None:
+        """Truth and prefill rate from one complete answer."""
+        cached = reported_cached(member, turn.usage)
+        self._samples.learn(turn, member)
+        self._count(turn, member)
+        if turn.trial is not None:
+            self._audit.answered(member, turn.trial, turn.usage, cached, now_s=now_s)
+        if turn.predicted is not None:
+            self._metrics.cached(member.worker, turn.predicted, cached)
+        # Over HTTP the first token of an answer that does not stream comes with the last.
+        seen = turn.asked.streams or member.worker.startswith(GRPC)
+        if seen and turn.first_token_at_s is not None:
+            prompt_tokens = turn.usage.prompt_tokens if turn.usage else turn.prompt.tokens
+            known = turn.predicted if cached is None else cached
+            computed = turn.ahead_tokens - turn.uncached + max(0, prompt_tokens - (known or 0))
+            seconds = turn.first_token_at_s - turn.sent_at_s
+            self._fleet.roster.prefilled(member, int(computed), seconds, now_s)
+
+    def _count(self, turn: Turn, member: Member) -> None:
+        """Hold our count of prompt tokens against the worker's, where it made tokens of its own."""
+        if turn.usage is None or turn.prompt.token_ids is None or turn.prompt.several:
+            return
+        if not member.given_tokens:
+            counted(member, turn.prompt.classes, ours=turn.prompt.tokens, theirs=turn.usage.prompt_tokens)
