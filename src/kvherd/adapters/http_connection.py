@@ -5,14 +5,14 @@ that a sink which cannot keep up bounds what is read, after every `_SETTLE_BYTES
 """
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple, Protocol, cast
 
 import httptools
 
 from kvherd.adapters.tls import why_untrusted
-from kvherd.wire.http_heads import KnownHead
+from kvherd.wire.http_heads import Block, Header, KnownHead, KnownHeaders
 
 _SETTLE_BYTES = 64 * 1024
 _HEAD_BYTES = 64 * 1024
@@ -24,7 +24,7 @@ _OURS = b"x-kvherd-"
 class Sink(Protocol):
     """Where an answer goes. `head` is called once, then `body` for each piece; both are cheap."""
 
-    def head(self, status: int, headers: list[tuple[bytes, bytes]]) -> None: ...
+    def head(self, status: int, headers: Sequence[Header]) -> None: ...
 
     def body(self, data: bytes) -> None: ...
 
@@ -67,8 +67,7 @@ class _Usual(NamedTuple):
 
     head: KnownHead
     status: int
-    headers: list[tuple[bytes, bytes]]
-    length_at: int
+    block: Block
 
 
 class Owner(Protocol):
@@ -101,7 +100,6 @@ class UpstreamConnection(asyncio.Protocol):
         "_paused",
         "_pieces",
         "_sink",
-        "_told",
         "_unsettled",
         "_used",
         "_usual",
@@ -125,7 +123,6 @@ class UpstreamConnection(asyncio.Protocol):
         self._waits = self._paused = False
         self._unsettled = self._head_fed = self._misses = 0
         self._pieces: list[bytes] = []
-        self._told: list[tuple[bytes, bytes]] = []
         self._usual: _Usual | None = None
         self.lost = False
         self.reusable = True
@@ -249,8 +246,7 @@ class UpstreamConnection(asyncio.Protocol):
         if found is None or found[0] + found[1] != len(data) or self._sink is None:
             return False
         begin, length = found
-        headers = usual.headers.copy()
-        headers[usual.length_at] = (b"content-length", b"%d" % length)
+        headers = KnownHeaders(usual.block, ((b"content-length", b"%d" % length),))
         self._begun = True
         self._misses = 0
         if self.transport.get_write_buffer_size():
@@ -271,13 +267,13 @@ class UpstreamConnection(asyncio.Protocol):
             return
         self._usual = None
         status = self._parser.get_status_code()
-        at = next((index for index, header in enumerate(self._told) if header[0] == b"content-length"), None)
         # With another status the piece would begin with an interim answer.
-        if at is None or not self.reusable or status in _BODYLESS or not data.startswith(b"HTTP/1.1 %d" % status):
+        if not self.reusable or status in _BODYLESS or not data.startswith(b"HTTP/1.1 %d" % status):
             return
         head = KnownHead.of(data)
         if head is not None:
-            self._usual = _Usual(head, status, self._told, at)
+            block = Block(header for header in self._headers if header[0] != b"content-length")
+            self._usual = _Usual(head, status, block)
 
     def eof_received(self) -> bool:
         return False
@@ -330,7 +326,6 @@ class UpstreamConnection(asyncio.Protocol):
             return
         self._in_body = True
         self._framed = self._framed or status in _BODYLESS
-        self._told = self._headers.copy()  # a sink may add to its own
         if self._sink is not None:
             self._sink.head(status, self._headers)
 

@@ -1,6 +1,6 @@
 """Small requests to a worker and their whole answers, with the worker's errors."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,7 @@ from kvherd.adapters.http_url import HttpAddress
 from kvherd.adapters.tls import ClientTls, trusting_this_machine
 from kvherd.core.errors import WorkerFailed, WorkerUnreachable
 from kvherd.core.ids import WorkerId
+from kvherd.wire.http_heads import Header
 
 _ANSWER_BYTES = 16 * 1024 * 1024
 _REASON_CHARACTERS = 300
@@ -58,7 +59,7 @@ class _Kept:
         self._parts: list[bytes] = []
         self._size_bytes = 0
 
-    def head(self, status: int, _headers: list[tuple[bytes, bytes]]) -> None:
+    def head(self, status: int, _headers: Sequence[Header]) -> None:
         self.status = status
 
     def body(self, data: bytes) -> None:

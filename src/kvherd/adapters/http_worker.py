@@ -1,6 +1,6 @@
 """An engine worker that speaks HTTP: kvherd's own, vLLM, SGLang, or any OpenAI-compatible server."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import assert_never
 
@@ -30,6 +30,7 @@ from kvherd.ports.worker import (
     WorkerLoad,
     not_held,
 )
+from kvherd.wire.http_heads import Header, first, lines, with_more
 from kvherd.wire.openai.edits import with_rank
 from kvherd.wire.openai.routing import RANK_HEADER
 
@@ -206,16 +207,10 @@ class HttpWorker:
         return call._replace(body=with_rank(call.body, call.rank))
 
     def _head(self, call: Call) -> bytes:
-        left_out = self._left_out
-        parts = [f"{call.method} {self._address.prefix}{call.path} HTTP/1.1\r\n".encode("latin-1"), self._host_line]
-        for name, value in call.headers:
-            if name not in left_out:
-                parts += (name, b": ", value, b"\r\n")
-        parts.append(b"content-length: %d\r\n" % len(call.body))
-        if self._auth_line:
-            parts.append(self._auth_line)
-        parts.append(b"\r\n")
-        return b"".join(parts)
+        first_line = f"{call.method} {self._address.prefix}{call.path} HTTP/1.1\r\n".encode("latin-1")
+        length = b"content-length: %d\r\n" % len(call.body)
+        told = lines(call.headers, self._left_out)
+        return b"".join((first_line, self._host_line, told, length, self._auth_line, b"\r\n"))
 
 
 class _Relayed:
@@ -269,7 +264,7 @@ class _Relayed:
             outcome = self._worker.failure(outcome, self._responder)
         self.landed(outcome)
 
-    def head(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
+    def head(self, status: int, headers: Sequence[Header]) -> None:
         if status in _ANOTHER_MAY_SERVE:
             self._refused_status = status
             return
@@ -277,8 +272,10 @@ class _Relayed:
         if status == 200:
             self._waits_for_first = call.on_first_token is not None
             if call.on_usage is not None:
-                self._sniffer = UsageSniffer(stream=_is_event_stream(headers))
-        headers += call.extra_headers
+                kind = first(headers, b"content-type") or b""
+                self._sniffer = UsageSniffer(stream=kind.startswith(b"text/event-stream"))
+        if call.extra_headers:
+            headers = with_more(headers, call.extra_headers)
         self._responder.start(status, headers)
 
     def body(self, data: bytes) -> None:
@@ -305,7 +302,3 @@ class _Relayed:
             if usage is not None:
                 self._call.on_usage(usage)
         self._responder.end()
-
-
-def _is_event_stream(headers: list[tuple[bytes, bytes]]) -> bool:
-    return any(name == b"content-type" and value.startswith(b"text/event-stream") for name, value in headers)

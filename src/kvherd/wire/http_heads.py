@@ -4,8 +4,11 @@ A head that a strict parser has read once, byte for byte, need not be read by it
 """
 
 import re
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Self
+from typing import Self, overload
+
+Header = tuple[bytes, bytes]
 
 _LENGTH = re.compile(rb"\r\ncontent-length:[ \t]*(\d{1,9})[ \t]*\r\n", re.IGNORECASE)
 _DIGITS = 9
@@ -37,3 +40,102 @@ class KnownHead:
         if end < 0 or not digits.isdigit():
             return None
         return end + len(self.after), int(digits)
+
+
+class Block:
+    """Headers that come again together, and what was made of them once: each message adds little of its own.
+
+    `noted` belongs to whoever writes them out, for what it found in them.
+    """
+
+    __slots__ = ("_first", "_lines", "_shorter", "headers", "noted")
+
+    def __init__(self, headers: Iterable[Header]) -> None:
+        self.headers = tuple(headers)
+        self.noted: object = None
+        self._first = dict(reversed(self.headers))
+        self._lines: dict[frozenset[bytes], bytes] = {}
+        self._shorter: dict[bytes, Block] = {}
+
+    def first(self, name: bytes) -> bytes | None:
+        return self._first.get(name)
+
+    def lines(self, left_out: frozenset[bytes]) -> bytes:
+        """As they are sent, but those of these names."""
+        lines = self._lines.get(left_out)
+        if lines is None:
+            lines = self._lines[left_out] = _written(self.headers, left_out)
+        return lines
+
+    def without(self, name: bytes) -> "Block":
+        shorter = self._shorter.get(name)
+        if shorter is None:
+            shorter = self._shorter[name] = Block(header for header in self.headers if header[0] != name)
+        return shorter
+
+
+class KnownHeaders(Sequence[Header]):
+    """The headers of one message: a block that came before, then its `own`. Names are in lower case."""
+
+    __slots__ = ("block", "own")
+
+    def __init__(self, block: Block, own: tuple[Header, ...]) -> None:
+        self.block = block
+        self.own = own
+
+    def __iter__(self) -> Iterator[Header]:
+        yield from self.block.headers
+        yield from self.own
+
+    def __len__(self) -> int:
+        return len(self.block.headers) + len(self.own)
+
+    @overload
+    def __getitem__(self, index: int) -> Header: ...
+    @overload
+    def __getitem__(self, index: slice) -> tuple[Header, ...]: ...
+    def __getitem__(self, index: int | slice) -> Header | tuple[Header, ...]:
+        return (self.block.headers + self.own)[index]
+
+
+def first(headers: Iterable[Header], name: bytes) -> bytes | None:
+    """The value of the first header of this name, which is in lower case as theirs are."""
+    if type(headers) is KnownHeaders:
+        value = headers.block.first(name)
+        if value is not None:
+            return value
+        headers = headers.own
+    for key, value in headers:
+        if key == name:
+            return value
+    return None
+
+
+def without(headers: Sequence[Header], name: bytes) -> Sequence[Header]:
+    """All headers but those of this name."""
+    if type(headers) is KnownHeaders:
+        own = tuple(header for header in headers.own if header[0] != name)
+        return KnownHeaders(headers.block.without(name), own)
+    return [header for header in headers if header[0] != name]
+
+
+def with_more(headers: Sequence[Header], more: Iterable[Header]) -> Sequence[Header]:
+    """These, and behind them others."""
+    if type(headers) is KnownHeaders:
+        return KnownHeaders(headers.block, (*headers.own, *more))
+    return [*headers, *more]
+
+
+def lines(headers: Iterable[Header], left_out: frozenset[bytes]) -> bytes:
+    """Headers as they are sent, but those of these names."""
+    if type(headers) is KnownHeaders:
+        return headers.block.lines(left_out) + _written(headers.own, left_out)
+    return _written(headers, left_out)
+
+
+def _written(headers: Iterable[Header], left_out: frozenset[bytes]) -> bytes:
+    parts: list[bytes] = []
+    for name, value in headers:
+        if name not in left_out:
+            parts += (name, b": ", value, b"\r\n")
+    return b"".join(parts)

@@ -348,11 +348,30 @@ async def test_headers_of_one_hop_stay_on_it_both_ways() -> None:
             b"Connection: X-Own, keep-alive\r\nX-Own: 1\r\nKeep-Alive: 5\r\nTE: trailers\r\nTrailer: X-T\r\n"
             b"Proxy-Connection: keep-alive\r\nX-Kept: 1\r\n"
         )
-        answered = await client.ask(told(headers))
-        assert answered.headers.keys() == {"content-type", "content-length", "x-kept", "x-request-id"}
+        for sent in (told(headers), told(), told(), told(headers)):
+            answered = await client.ask(sent)
+            assert answered.headers.keys() == {"content-type", "content-length", "x-kept", "x-request-id"}
         assert {name for name, _ in at.engine.requests[0].headers} == {
             *("host", "x-kept", "content-length", "x-request-id", "traceparent", "forwarded", "x-forwarded-for")
         }
+
+
+@pytest.mark.net
+@pytest.mark.parametrize(
+    "extra", [b"", b"X-Request-Id: its own\r\n", b"Connection: close\r\n", b"X-A: 1\r\nX-A: 2\r\n"]
+)
+async def test_an_answer_whose_head_comes_again_is_written_as_the_first_was(extra: bytes) -> None:
+    async def answer(request: RawRequest, _: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(json_answer(request.body, extra=extra))
+
+    async with stage(answer) as at, at.client() as client:
+        heads = set()
+        for body in (b"one", b"two", b"three", b"four", b"", b"six"):
+            client.send(told(b"X-Request-Id: r\r\n", body, b"%d" % len(body)))
+            head = await client.reader.readuntil(b"\r\n\r\n")
+            assert await client.reader.readexactly(len(body)) == body
+            heads.add(frozenset(line for line in head.lower().split(b"\r\n") if not line.startswith(b"content-length")))
+        assert len(heads) == 1
 
 
 @pytest.mark.net

@@ -260,7 +260,7 @@ def post_of(length: bytes, body: bytes, extra: bytes = b"") -> bytes:
 def seen(item: object) -> tuple[object, ...]:
     assert isinstance(item, Incoming)
     request = item.request
-    named = [header for header in request.headers if header[0] not in {b"x-request-id", b"traceparent"}]
+    named = sorted(header for header in request.headers if header[0] not in {b"x-request-id", b"traceparent"})
     return (request.method, request.target, request.body, named, item.keep_alive, item.http10)
 
 

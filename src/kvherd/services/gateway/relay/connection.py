@@ -18,7 +18,7 @@ from kvherd.core.ids import RequestId
 from kvherd.ports.worker import Flight
 from kvherd.services.gateway.relay.asgi import answer_with_app
 from kvherd.services.gateway.relay.departure import HalfClosed
-from kvherd.services.gateway.relay.edge import AsgiApp, DataHandler, DataRequest, Launch, RelayLimits, is_data
+from kvherd.services.gateway.relay.edge import AsgiApp, DataHandler, DataRequest, Launch, RelayLimits
 from kvherd.services.gateway.relay.requests import Incoming, Refusal, RequestParser, Stage
 from kvherd.services.gateway.relay.responder import ConnectionResponder
 
@@ -245,7 +245,7 @@ class Connection(asyncio.Protocol):
         self._busy = True
         if premises.stopping:
             responder.keep_alive = False
-        if premises.launch is not None and is_data(incoming.request.method, incoming.request.path):
+        if premises.launch is not None and incoming.is_data:
             try:
                 self._flight = premises.launch(incoming.request, responder, responder.landed)
             except Exception as error:  # noqa: BLE001 - the edge of the process, as for a task
@@ -291,7 +291,7 @@ class Connection(asyncio.Protocol):
 
     async def _call(self, incoming: Incoming, responder: ConnectionResponder) -> None:
         premises, request = self._premises, incoming.request
-        if is_data(request.method, request.path):
+        if incoming.is_data:
             await premises.handler(request, responder)
         else:
             self._in_app = True
@@ -319,7 +319,7 @@ class Connection(asyncio.Protocol):
         closing while its bytes arrive would reset the connection and take the answer along.
         """
         nobody = DataRequest("GET", "/", "", [], b"", self._peer, RequestId("unread"))
-        ConnectionResponder(self, Incoming(nobody, keep_alive=False, http10=False)).refuse(error)
+        ConnectionResponder(self, Incoming(nobody, keep_alive=False, http10=False, is_data=False)).refuse(error)
         self._ends_at_s = self._premises.now_s + self._premises.limits.linger_s
         if self.transport.can_write_eof():
             self.transport.write_eof()

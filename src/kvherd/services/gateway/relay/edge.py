@@ -1,7 +1,7 @@
 """What the relay hands to the rest of the gateway, and the bounds it keeps."""
 
 import re
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable, Callable, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -22,7 +22,7 @@ class DataRequest(NamedTuple):
     method: str
     path: str
     query: str
-    headers: list[tuple[bytes, bytes]]
+    headers: Sequence[tuple[bytes, bytes]]
     body: bytes
     peer: str
     request: RequestId

@@ -25,6 +25,16 @@ def identify(headers: Headers, *, named: bool, traced: bool) -> RequestId:
     return RequestId(name.decode("latin-1"))
 
 
+def identified_anew(*, traced: bool) -> tuple[RequestId, tuple[tuple[bytes, bytes], ...]]:
+    """A name for a request that has none, and the headers that say it."""
+    mine = b"%016x" % next(_counted)
+    name = _OURS + mine
+    named = (b"x-request-id", name)
+    if traced:
+        return RequestId(name.decode()), (named,)
+    return RequestId(name.decode()), (named, (b"traceparent", b"00-%b-%b-01" % (name, mine)))
+
+
 def forwarded(peer: str, *, secured: bool = False) -> tuple[tuple[bytes, bytes], ...]:
     """Who is asking, for the worker's log, behind whatever the client itself said: the last line is the one we saw.
 

@@ -15,10 +15,10 @@ from typing import NamedTuple
 import httptools
 
 from kvherd.core.errors import BodyTooLarge, FrameInvalid, HeadTooLarge, KvherdError, Unsupported
-from kvherd.services.gateway.relay.edge import DataRequest, RelayLimits
+from kvherd.services.gateway.relay.edge import DataRequest, RelayLimits, is_data
 from kvherd.services.gateway.relay.first_line import METHODS, path_of, rare_method
-from kvherd.services.gateway.relay.identity import forwarded, identify
-from kvherd.wire.http_heads import KnownHead
+from kvherd.services.gateway.relay.identity import forwarded, identified_anew, identify
+from kvherd.wire.http_heads import Block, KnownHead, KnownHeaders
 
 
 class Stage(Enum):
@@ -38,6 +38,7 @@ class Incoming(NamedTuple):
     request: DataRequest
     keep_alive: bool
     http10: bool
+    is_data: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,12 +162,10 @@ class RequestParser:
         begin, length = found
         if begin + length != len(data) or length > self._limits.body_bytes:
             return False
-        headers = usual.headers.copy()
-        headers[usual.length_at] = (b"content-length", b"%d" % length)
-        identified = identify(headers, named=False, traced=usual.has_traceparent)
-        headers += self._forwarded
+        identified, own = identified_anew(traced=usual.has_traceparent)
+        headers = KnownHeaders(usual.block, ((b"content-length", b"%d" % length), *own))
         request = DataRequest(usual.method, usual.path, usual.query, headers, data[begin:], self._peer, identified)
-        self.ready.append(Incoming(request, keep_alive=True, http10=False))
+        self.ready.append(Incoming(request, True, False, usual.is_data))
         self._misses = 0
         return True
 
@@ -182,9 +181,9 @@ class RequestParser:
         head, last = KnownHead.of(data), self.ready[0]
         if head is not None and isinstance(last, Incoming):
             request, headers = last.request, self._headers[: self._told]
-            at = next(index for index, header in enumerate(headers) if header[0] == b"content-length")
+            block = Block(header for header in (*headers, *self._forwarded) if header[0] != b"content-length")
             method, path, query = request.method, request.path, request.query
-            self._usual = _Usual(head, method, path, query, headers, at, self._has_traceparent)
+            self._usual = _Usual(head, method, path, query, block, last.is_data, self._has_traceparent)
 
     def refuse(self, error: KvherdError) -> None:
         """Put a refusal behind what is ready, and read nothing more. Does nothing if that is so already."""
@@ -258,7 +257,8 @@ class RequestParser:
         if self._body_follows_upgrade:
             return
         keep_alive = self._parser.should_keep_alive()
-        self.ready.append(Incoming(self._request(), keep_alive, self._http10))
+        request = self._request()
+        self.ready.append(Incoming(request, keep_alive, self._http10, is_data(request.method, request.path)))
         self._url = b""
         self._head_fed = self._fed  # at most: another head may follow in the same piece
         self._piece_is_shared = True
@@ -379,8 +379,8 @@ class _Usual(NamedTuple):
     method: str
     path: str
     query: str
-    headers: list[tuple[bytes, bytes]]
-    length_at: int
+    block: Block
+    is_data: bool
     has_traceparent: bool
 
 

@@ -5,13 +5,14 @@ import socket
 import struct
 from collections.abc import Callable, Coroutine, Sequence
 from http import HTTPStatus
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
 from kvherd.core.errors import WorkerFailed
 from kvherd.core.ids import RequestId, WorkerId
 from kvherd.services.gateway.relay.requests import Incoming
+from kvherd.wire.http_heads import Block, KnownHeaders
 from kvherd.wire.openai.errors import error_body, error_object
 
 
@@ -34,6 +35,7 @@ _OF_THE_CONNECTION = frozenset(
     {b"connection", b"keep-alive", b"proxy-connection", b"te", b"trailer", b"upgrade", b"transfer-encoding"}
 )
 _NOTABLE = _OF_THE_CONNECTION | {b"content-length", b"content-type", b"x-request-id"}
+_NEEDS_THE_WHOLE = frozenset({b"connection", b"content-length", b"x-request-id"})
 _USUAL_TOKENS = frozenset({b"keep-alive", b"close", b"upgrade"})
 _FRAMING = frozenset({b"content-length", b"content-type", b"transfer-encoding"})
 _BODYLESS = frozenset({204, 304})
@@ -44,6 +46,21 @@ _WITHOUT_LENGTH = -1
 
 class HeaderUnsafe(ValueError):
     """A header of an answer held a line break or had no valid form; sending it would let it forge others."""
+
+
+class _Noted(NamedTuple):
+    """What is written for a block of headers. Not `plain`: nothing can be said without the whole message."""
+
+    lines: bytes
+    many: int
+    sse: bool
+    plain: bool
+
+
+def _noted(block: Block) -> _Noted:
+    told, lines = {name for name, _ in block.headers}, block.lines(_OF_THE_CONNECTION)
+    sse = (block.first(b"content-type") or b"").startswith(b"text/event-stream")
+    return _Noted(lines, lines.count(b"\n"), sse, plain=told.isdisjoint(_NEEDS_THE_WHOLE))
 
 
 class ConnectionResponder:
@@ -94,7 +111,7 @@ class ConnectionResponder:
         if self._ended:
             self.started = True
             return
-        head = self._head(status, headers)
+        head = self._known_head(status, headers) if type(headers) is KnownHeaders else self._head(status, headers)
         self.started = True
         if self._left > 0 and not self._silent:
             self._held_head = head  # a body follows for certain: one write for both saves a system call
@@ -161,7 +178,7 @@ class ConnectionResponder:
     def _head(self, status: int, headers: Sequence[tuple[bytes, bytes]]) -> bytes:
         self._chunked = self._sse = False  # an earlier try may have failed
         self._left = _WITHOUT_LENGTH
-        request, _, http10 = self._incoming
+        request, _, http10, _ = self._incoming
         parts = [_STATUS_LINES.get(status) or b"HTTP/1.1 %d \r\n" % status]
         lines = 2  # the status line and the empty one
         has_id = False
@@ -188,6 +205,34 @@ class ConnectionResponder:
         else:
             parts.append(b"\r\n")
         head = b"".join(parts)
+        if head.count(b"\n") != lines or head.count(b"\r") != lines:
+            raise HeaderUnsafe("a header of the answer holds a line break")
+        return head
+
+    def _known_head(self, status: int, headers: KnownHeaders) -> bytes:
+        """`_head`, for headers of which all but a few have been looked at before."""
+        noted = headers.block.noted
+        if type(noted) is not _Noted:
+            noted = headers.block.noted = _noted(headers.block)
+        incoming = self._incoming
+        usual = noted.plain and self.keep_alive and not incoming.http10 and status not in _BODYLESS
+        if not usual or incoming.request.method == "HEAD":
+            return self._head(status, headers)
+        self._chunked = self._silent = False
+        self._sse = noted.sse
+        self._left = _WITHOUT_LENGTH
+        parts = [_STATUS_LINES.get(status) or b"HTTP/1.1 %d \r\n" % status, noted.lines]
+        for name, value in headers.own:
+            if name == b"content-length":
+                self._left = int(value)
+            elif name in _NOTABLE:
+                return self._head(status, headers)
+            parts += (name, b": ", value, b"\r\n")
+        if self._left == _WITHOUT_LENGTH:
+            return self._head(status, headers)
+        parts += (b"x-request-id: ", incoming.request.request.encode("latin-1"), b"\r\n\r\n")
+        head = b"".join(parts)
+        lines = noted.many + len(headers.own) + 3
         if head.count(b"\n") != lines or head.count(b"\r") != lines:
             raise HeaderUnsafe("a header of the answer holds a line break")
         return head
