@@ -6,10 +6,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
-from kvherd.testing.processes import ENGINE_OFFSETS, KvherdProcess, free_ports
+from kvherd.testing.processes import ENGINE_OFFSETS, KvherdProcess, OwnedProcess, free_ports
 
 Start = Callable[..., KvherdProcess]
 """Starts a `kvherd` command and sees to its end."""
+
+BeginOdd = Callable[..., "OddWorkerProcess"]
+"""Starts a worker of `kvherd.testing.odd_worker`, given its mood and perhaps its port, and sees to its end."""
 
 HERD_OFFSETS = (*ENGINE_OFFSETS, *(100 + offset for offset in ENGINE_OFFSETS))
 
@@ -63,6 +66,16 @@ class EngineProcess:
     def kill_rank(self) -> None:
         """SIGKILL to the scheduler process."""
         self.process.kill_member("kvherd.runtime.process")
+
+
+@dataclass(frozen=True)
+class OddWorkerProcess:
+    process: OwnedProcess
+    port: int
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
 
 
 @dataclass(frozen=True)
