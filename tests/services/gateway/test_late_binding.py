@@ -88,11 +88,13 @@ class Stage:
     workers: dict[WorkerId, Prefilling]
     served: list[str] = field(default_factory=list)
 
-    async def ask(self, name: str, tokens: int, *, key: str = "", own: bytes = b"") -> FakeResponder:
+    async def ask(
+        self, name: str, tokens: int, *, key: str = "", own: bytes = b"", path: str = "/v1/completions"
+    ) -> FakeResponder:
         """A prompt of its own; its first letters name it."""
         headers = [(b"x-kvherd-explain", b"1")] + ([(b"x-request-timeout", own)] if own else [])
         body = json.dumps({"model": "m", "prompt": name.ljust(tokens, "."), "stream": True}).encode()
-        request = DataRequest("POST", "/v1/completions", "", headers, body, "127.0.0.1:1", RequestId("r"), key=key)
+        request = DataRequest("POST", path, "", headers, body, "127.0.0.1:1", RequestId("r"), key=key)
         responder = FakeResponder()
         await self.path(request, responder)
         self.served.append(name)
@@ -326,6 +328,15 @@ async def test_of_workers_whose_rate_nobody_knows_a_backlog_is_no_reason_to_wait
         it.fleet.roster.get(ANN).rate.usual = 1_000.0  # type: ignore[union-attr]
         tasks = await it.occupy()
         tasks.append(it.begin("a", 500))
+        await asyncio.sleep(0.1)
+        assert (it.admission.held, it.workers[ANN].busy) == (0, 2)
+        await asyncio.gather(*tasks)
+
+
+async def test_what_needs_no_prefill_is_never_held() -> None:
+    async with stage(ANN) as it:
+        tasks = await it.occupy()
+        tasks.append(it.begin("a", 500, path="/tokenize"))
         await asyncio.sleep(0.1)
         assert (it.admission.held, it.workers[ANN].busy) == (0, 2)
         await asyncio.gather(*tasks)

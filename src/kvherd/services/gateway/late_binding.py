@@ -12,6 +12,9 @@ from kvherd.core.routing.policy import Explanation
 from kvherd.services.gateway.admission import Admission, Gate
 from kvherd.services.gateway.turn import Turn
 
+HELD_PATHS = frozenset({"/v1/chat/completions", "/v1/completions", "/generate"})
+"""What begins with a prefill. To count tokens, or to read what an engine keeps, costs none and waits for none."""
+
 
 class LateBinding:
     """For policies that know what a prompt will cost where; `bounds` may be changed at any time."""
@@ -38,7 +41,7 @@ class LateBinding:
         chosen, bounds = explanation.chosen, self.bounds
         if chosen is None or not bounds.on or (chosen.backlog_s <= bounds.backlog_s and not self._admission.held):
             return False
-        if turn.tried or turn.wanted_rank is not None or self._admission.full:
+        if turn.incoming.path not in HELD_PATHS or turn.tried or turn.wanted_rank is not None or self._admission.full:
             return False
         gate = self._gate(turn.model)
         return bool(len(gate.line)) or gate.room_in_s() > 0.0
