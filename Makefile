@@ -12,7 +12,7 @@ LOCKS := locks/requirements.lock locks/model.lock
 PIP := $(BIN)/python -m pip --disable-pip-version-check $(if $(CI),-q)
 
 .DEFAULT_GOAL := help
-.PHONY: help up setup test test-soak test-smg test-vllm test-sglang conform check fix types contracts bench bench-gateway lock clean
+.PHONY: help up setup test test-soak test-smg test-vllm test-sglang test-fleet conform check fix types contracts bench bench-gateway lock clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' Makefile
@@ -36,6 +36,9 @@ test-vllm: $(STAMP) $(VLLM)/.installed $(STOCK_MODEL)/config.json ## Bridge, gat
 
 test-sglang: $(STAMP) $(SGLANG)/.installed $(STOCK_MODEL)/config.json ## The same over a stock SGLang, installed into .venv-sglang (2.8 GB)
 	KVHERD_SGLANG=$(SGLANG) KVHERD_STOCK_MODEL=$(STOCK_MODEL) $(BIN)/python -m pytest -m peers tests/peers/test_sglang*.py tests/peers/test_doctor_sglang.py tests/conformance $(ARGS)
+
+test-fleet: $(STAMP) $(VLLM)/.installed $(SGLANG)/.installed $(STOCK_MODEL)/config.json ## Both and the embedded engine behind one gateway: orders, files, keys, TLS
+	KVHERD_VLLM=$(VLLM) KVHERD_SGLANG=$(SGLANG) KVHERD_STOCK_MODEL=$(STOCK_MODEL) $(BIN)/python -m pytest -m peers tests/peers/test_stock_fleet*.py $(ARGS)
 
 conform: $(STAMP) ## What an engine's gRPC and sidecar promise, asked of ENGINE=HOST:PORT[,sidecar=PORT][,ranks=N]
 	KVHERD_CONFORM=$(ENGINE) $(BIN)/python -m pytest -m peers tests/conformance -k given $(ARGS)

@@ -2,12 +2,14 @@
 
 import ast
 import re
+import textwrap
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 from smg_grpc_proto.generated import sglang_scheduler_pb2
 
+from kvherd.wire.gateway_toml import decode_gateway_file
 from kvherd.wire.proto import kvherd_gateway_v1_pb2
 
 ROOT = Path(__file__).parent.parent
@@ -116,3 +118,19 @@ def test_the_api_page_has_every_rpc(protocol: ModuleType) -> None:
     assert rpcs
     assert {rpc for rpc in rpcs if f"`{rpc}`" not in page} == set()
     assert all(f"`{service.full_name}`" in page for service in services)
+
+
+def configurations() -> list[tuple[str, str]]:
+    """The gateway's file, wherever a document shows one."""
+    block = re.compile(r"(?:^    .*\n|^\n)+", re.MULTILINE)
+    found = [(name_of(document), block.findall(document.read_text())) for document in DOCUMENTS]
+    return [(name, textwrap.dedent(one)) for name, blocks in found for one in blocks if "[[workers]]" in one]
+
+
+def test_the_configuration_files_that_documents_show_are_taken() -> None:
+    shown = configurations()
+    assert {name for name, _ in shown} >= {"docs/api.md", "docs/operations.md"}
+    for name, text in shown:
+        told = decode_gateway_file(text.encode(), name)
+        assert told.workers
+        assert told.keys

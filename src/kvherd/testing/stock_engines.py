@@ -6,15 +6,19 @@ Their cache holds about 2,000 tokens, so that a hundred chats push blocks out of
 import json
 import os
 import signal
+import ssl
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+import httpx
+
+from kvherd.testing.certificates import IssuedFiles
 from kvherd.testing.herds import get
 from kvherd.testing.processes import OwnedProcess, can_bind, wait_until
 
-READY_S = 180.0
+READY_S = 400.0
 MODEL = "smollm2"
 CACHE_TOKENS = 2048
 STUBS = Path(__file__).parents[3] / "tests" / "peers" / "sglang_stubs"
@@ -27,7 +31,8 @@ _ONE_THREAD = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 class StockServer:
     """How one is started: its command, and where it is then. `bind_events`: who reads its events must listen.
 
-    In `grpc` mode it serves its engine protocol at its port; SGLang, metrics at the next.
+    In `grpc` mode it serves its engine protocol at its port; SGLang, metrics at the next. With `authority` it speaks
+    TLS, with a certificate from there.
     """
 
     kind: str
@@ -39,10 +44,16 @@ class StockServer:
     bind_events: bool = False
     grpc: bool = False
     ranks: int = 1
+    authority: Path | None = None
+
+    def secured(self, files: IssuedFiles, key: str) -> "StockServer":
+        """The same over TLS, answering who brings the key."""
+        words = ("--ssl-certfile", str(files.certificate), "--ssl-keyfile", str(files.key), "--api-key", key)
+        return replace(self, command=(*self.command, *words), authority=files.authority)
 
     @property
     def url(self) -> str:
-        return f"{'grpc' if self.grpc else 'http'}://127.0.0.1:{self.port}"
+        return f"{'grpc' if self.grpc else 'https' if self.authority else 'http'}://127.0.0.1:{self.port}"
 
     @property
     def metrics_url(self) -> str:
@@ -60,7 +71,8 @@ class StockServer:
         replay = ("--replay", self.replay) if self.replay else ()
         bind = ("--bind-events",) if self.bind_events else ()
         ranks = ("--ranks", str(self.ranks)) if self.ranks > 1 else ()
-        return (*words, *replay, *bind, *ranks, "--tokenizer", str(model_directory()))
+        trust = ("--engine-ca", str(self.authority)) if self.authority else ()
+        return (*words, *replay, *bind, *ranks, *trust, "--tokenizer", str(model_directory()))
 
 
 @dataclass(slots=True)
@@ -78,13 +90,15 @@ class StockEngine:
         """Start it, and wait for nothing."""
         self.process = self.keep(OwnedProcess(self.server.command, environment=self.server.environment))
 
-    def await_ready(self) -> None:
-        self.process.wait_for(self.answers, within_s=READY_S, what=f"{self.server.kind} answers")
+    def await_ready(self, *, within_s: float = READY_S) -> None:
+        self.process.wait_for(self.answers, within_s=within_s, what=f"{self.server.kind} answers")
 
     def answers(self) -> bool:
         server = self.server
         if server.kind == "vllm-grpc":  # it has no HTTP, and listens when all else is done
             return not can_bind(server.port)
+        if server.authority:
+            return _is_well(f"{server.url}/health", server.authority)
         return get(server.metrics_url if server.grpc else f"{server.url}/health")[0] == 200
 
     def kill(self) -> None:
@@ -118,6 +132,7 @@ def vllm(
     grpc: bool = False,
     options: tuple[str, ...] = (),
     replay_batches: int = 10_000,
+    name: str = MODEL,
 ) -> StockServer:
     """vLLM listens at an `events` of `ipc://`, and connects to one of `tcp://`; it publishes none if that is empty.
     `details`: its answers say how many tokens were cached.
@@ -129,7 +144,7 @@ def vllm(
         kv_events |= {"replay_endpoint": replay, "buffer_steps": replay_batches}
     words = {
         "model": str(model_directory()),
-        "served-model-name": MODEL,
+        "served-model-name": name,
         "host": "127.0.0.1",
         "port": str(port),
         "max-model-len": "1024",
@@ -147,7 +162,7 @@ def vllm(
         words["data-parallel-size"] = str(ranks)
     if dev_mode:
         environment["VLLM_SERVER_DEV_MODE"] = "1"
-    command = (*_POLITE, _python("VLLM"), "-m", module, *_words(words), *flags, *options)
+    command = (*_POLITE, stock_python("VLLM"), "-m", module, *_words(words), *flags, *options)
     connects = events.startswith("tcp://")
     kind = "vllm-grpc" if grpc else "vllm-http"
     return StockServer(kind, command, environment, port, events, replay, connects, grpc, ranks)
@@ -166,6 +181,7 @@ def sglang(
     ranks: int = 1,
     options: tuple[str, ...] = (),
     replay_batches: int = 10_000,
+    name: str = MODEL,
 ) -> StockServer:
     """It listens at `events` where `binds`, and publishes none if that is empty. `layout` of its events. `report`: its
     answers say how many tokens were cached.
@@ -175,7 +191,7 @@ def sglang(
         kv_events |= {"replay_endpoint": replay, "buffer_steps": replay_batches}
     words = {
         "model-path": str(model_directory()),
-        "served-model-name": MODEL,
+        "served-model-name": name,
         "host": "127.0.0.1",
         "port": str(port),
         "device": "cpu",
@@ -198,9 +214,16 @@ def sglang(
         )
     if grpc:
         options = ("--smg-grpc-mode", *options)
-    command = (*_POLITE, _python("SGLANG"), "-m", "sglang.launch_server", *_words(words), *flags, *options)
+    command = (*_POLITE, stock_python("SGLANG"), "-m", "sglang.launch_server", *_words(words), *flags, *options)
     kind = "sglang-grpc" if grpc else "sglang-http"
     return StockServer(kind, command, environment, port, events, replay, not binds, grpc, ranks)
+
+
+def _is_well(url: str, authority: Path) -> bool:
+    try:
+        return httpx.get(url, verify=ssl.create_default_context(cafile=authority)).status_code == 200
+    except httpx.TransportError:
+        return False
 
 
 def model_directory() -> Path:
@@ -208,7 +231,8 @@ def model_directory() -> Path:
     return Path(os.environ.get("KVHERD_STOCK_MODEL", "build/stock-model")).absolute()
 
 
-def _python(name: str) -> str:
+def stock_python(name: str) -> str:
+    """The interpreter of the environment that `make test-NAME` installs."""
     venv = Path(os.environ.get(f"KVHERD_{name}", f".venv-{name.lower()}"))
     python = venv / "bin" / "python"
     assert python.is_file(), f"there is no {python}; `make test-{name.lower()}` installs it and runs these tests"
