@@ -82,6 +82,12 @@ class Account:
     def end(self) -> None:
         self.in_flight -= 1
 
+    def take_back(self) -> None:
+        """As if it had not begun: it will begin again."""
+        self.in_flight -= 1
+        self.admitted_total -= 1
+        self._left += 1.0
+
     def _spend(self, rate: float, now_s: float) -> None:
         room = max(1.0, rate)
         self._left = min(room, self._left + (now_s - self._seen_s) * rate)

@@ -12,9 +12,10 @@ from dataclasses import dataclass, field
 from kvherd.core.errors import KvherdError
 from kvherd.core.fleet.refusals import DeadlinePassed, GatewayBusy, WaitedInVain
 from kvherd.core.fleet.waiting_line import Ticket, WaitingLine
-from kvherd.ports.worker import Responder
+from kvherd.ports.worker import Flight, Landed, Responder
+from kvherd.services.gateway.passage import Passage, launch_none, launch_within
 from kvherd.services.gateway.patience import deadline_s, with_deadline
-from kvherd.services.gateway.relay.edge import DataHandler, DataRequest
+from kvherd.services.gateway.relay.edge import DataHandler, DataRequest, Launch
 
 _LOOK_S = 0.25
 """A worker may get room without a sign, such as by its rate's being learned."""
@@ -96,6 +97,12 @@ class Admission:
         waiter = _Waiter(asyncio.get_running_loop().create_future())
         waiter.join(self._turns, name, self._weight_of(name), 1.0, asyncio.get_running_loop().time())
         await self._wait(waiter, self._bounds.longest_s, None if within_s is None else (within_s, within_s))
+
+    def enter_now(self) -> bool:
+        """Whether it is this request's turn already; `leave` must follow if it is."""
+        free = self.free
+        self.running += free
+        return free
 
     def leave(self) -> None:
         """A request has ended that had entered."""
@@ -210,22 +217,29 @@ Refused = Callable[[DataRequest, KvherdError], None]
 
 
 class AdmittedPath:
-    """A `DataHandler` before another, which has as many requests at a time as are admitted."""
+    """A `DataHandler` and `Launch` before others, which have as many requests at a time as are admitted."""
 
-    def __init__(self, inner: DataHandler, admission: Admission, refused: Refused = lambda *_: None) -> None:
+    def __init__(
+        self, inner: DataHandler, admission: Admission, refused: Refused = lambda *_: None, launch: Launch = launch_none
+    ) -> None:
         self._inner = inner
         self._admission = admission
         self._refused = refused
+        self._launch = launch
 
     async def __call__(self, request: DataRequest, responder: Responder) -> None:
-        if self._admission.free:
-            await self._admission.enter(request.key)
-        else:
+        if not self._admission.enter_now():
             request = await self._wait(request)
         try:
             await self._inner(request, responder)
         finally:
             self._admission.leave()
+
+    def launch(self, request: DataRequest, responder: Responder, landed: Landed) -> Flight | None:
+        if not self._admission.enter_now():
+            return None
+        leave = self._admission.leave
+        return launch_within(self._launch, request, responder, Passage(landed, leave), leave)
 
     async def _wait(self, request: DataRequest) -> DataRequest:
         """The request when its turn came: what it waited is taken off its own deadline."""

@@ -9,7 +9,7 @@ error event. What was forwarded is what the client sent.
 import asyncio
 import logging
 import random
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
 from kvherd.core.errors import (
@@ -21,20 +21,21 @@ from kvherd.core.errors import (
     WorkerUnsupported,
 )
 from kvherd.core.fleet.retry_budget import RetryBudget
-from kvherd.core.fleet.roster import Member
 from kvherd.core.ids import Rank, RequestId, WorkerId
 from kvherd.core.routing.policy import Policy
-from kvherd.ports.worker import Responder
+from kvherd.ports.completions import Tokenizer
+from kvherd.ports.worker import Call, Flight, Landed, Responder, Worker
 from kvherd.services.gateway.access import AccessLog
 from kvherd.services.gateway.audit import Audit
-from kvherd.services.gateway.choosing import Chooser
+from kvherd.services.gateway.choosing import Choice, Chooser
 from kvherd.services.gateway.credit import Credit
 from kvherd.services.gateway.fleet import Fleet
 from kvherd.services.gateway.heal import FullReports, HealMode, Incomplete
 from kvherd.services.gateway.late_binding import LateBinding
+from kvherd.services.gateway.launching import Launched
 from kvherd.services.gateway.metrics import GatewayMetrics
-from kvherd.services.gateway.patience import TIMEOUT, Bounds, Patience, seconds_told
-from kvherd.services.gateway.prompts import EncodingCache, Prompt, read_prompt
+from kvherd.services.gateway.patience import TIMEOUT, Bounds, GiveUp, Patience, Wait, seconds_told
+from kvherd.services.gateway.prompts import EncodingCache, Prompt, read_prompt, read_prompt_now
 from kvherd.services.gateway.relay.edge import STORED
 from kvherd.services.gateway.tries import Tries
 from kvherd.services.gateway.turn import Incoming, Renamed, Turn
@@ -65,7 +66,7 @@ class PathConfig:
 
 
 class DataPath:
-    """Answers the requests of the data path; the relay's `DataHandler`."""
+    """Answers the requests of the data path; the relay's `DataHandler` and `Launch`."""
 
     def __init__(
         self,
@@ -87,7 +88,7 @@ class DataPath:
         self._late = late if policy.remembers_prompts else None
         self._metrics = metrics
         self._chooser = Chooser(fleet.roster, policy, credit, dice)
-        self._tries = Tries(
+        self.tries = Tries(
             fleet=fleet,
             credit=credit if policy.remembers_prompts else None,
             audit=audit,
@@ -106,77 +107,114 @@ class DataPath:
     async def __call__(self, incoming: Incoming, responder: Responder, holder: WorkerId | None = None) -> None:
         """`holder` is the one worker that can answer, for it keeps what is asked for."""
         try:
-            turn = await self._read(incoming, responder, holder)
+            turn = self._read(incoming, responder, holder)
+            if self._policy.remembers_prompts:
+                incoming, tokenizer = turn.incoming, self._tokenizer(turn)
+                turn.prompt = await read_prompt(incoming.path, incoming.body, turn.asked, tokenizer, self._encodings)
         except KvherdError as error:
             self._access.refused(incoming, error)
             raise
-        self._alive.add(turn.request)
-        try:
-            await self._serve(turn)
-            turn.outcome = "broken" if turn.witness.failure else "answered"
-        except asyncio.CancelledError:
-            turn.outcome = "left"
-            raise
-        except KvherdError as error:
-            turn.outcome = type(error).__name__
-            raise
-        finally:
-            self._close(turn)
+        self._begin(turn)
+        await self.finish(turn)
 
-    async def _read(self, incoming: Incoming, responder: Responder, holder: WorkerId | None) -> Turn:
-        """What routing needs of a request. Raises a `CallerError` or `NoWorker`."""
+    def launch(self, incoming: Incoming, responder: Responder, landed: Landed) -> Flight | None:
+        """The same for a request of which nothing has to be awaited but the worker's answer."""
+        if incoming.path.startswith(STORED):
+            return None
+        try:
+            turn = self._read(incoming, responder, None)
+        except KvherdError as error:
+            self._access.refused(incoming, error)
+            raise
+        if self._policy.remembers_prompts:
+            incoming, tokenizer = turn.incoming, self._tokenizer(turn)
+            prompt = read_prompt_now(incoming.path, incoming.body, turn.asked, tokenizer, self._encodings)
+            if prompt is None:
+                return None
+            turn.prompt = prompt
+        choice = self._chooser.choose(turn, self._clock.time())
+        if self._late is not None and choice.explanation and self._late.must_wait(turn, choice.explanation):
+            return None
+        self._begin(turn)
+        return Launched(self, turn, landed).launch(choice)
+
+    def _read(self, incoming: Incoming, responder: Responder, holder: WorkerId | None) -> Turn:
+        """What routing needs of a request, but for its prompt's tokens. Raises a `CallerError` or `NoWorker`."""
         began_s = self._clock.time()
         asked = UNTOLD if not incoming.body and incoming.path.startswith(STORED) else peek(incoming.body)
         model = self._model(asked.model, holder)
         if asked.model != model and (asked.model or incoming.path in NAMING_PATHS):
             incoming = Renamed(incoming, with_model(incoming.body, model))
             asked = peek(incoming.body)
-        if self._policy.remembers_prompts:
-            tokenizer = self._fleet.tokenizer(model) if self._policy.needs_tokens else None
-            prompt = await read_prompt(incoming.path, incoming.body, asked, tokenizer, self._encodings)
-        else:
-            prompt = Prompt(incoming.body)
+        prompt = Prompt(incoming.body)
         turn = Turn(incoming, self._unique(incoming.request), asked, model, prompt, Witness(responder), began_s)
         turn.holder = holder
         _heed(turn, dict(incoming.headers))
         return turn
 
-    async def _serve(self, turn: Turn) -> None:
-        """Choose and forward until a worker begins an answer. Raises a `KvherdError` if none does."""
+    def _tokenizer(self, turn: Turn) -> Tokenizer | None:
+        return self._fleet.tokenizer(turn.model) if self._policy.needs_tokens else None
+
+    def _begin(self, turn: Turn) -> None:
+        self._alive.add(turn.request)
         self._budget.earn()
+
+    async def finish(self, turn: Turn, answer: Awaitable[None] | None = None) -> None:
+        """See it through; `answer` is of a try that has begun."""
+        try:
+            await self._serve(turn, answer)
+        except BaseException as error:
+            self.close(turn, error)
+            raise
+        self.close(turn, None)
+
+    async def _serve(self, turn: Turn, answer: Awaitable[None] | None) -> None:
+        """Choose and forward until a worker begins an answer. Raises a `KvherdError` if none does."""
         while True:
-            choice = self._chooser.choose(turn, self._clock.time())
-            if self._late is not None and choice.explanation and self._late.must_wait(turn, choice.explanation):
-                await self._late.wait(turn, choice.explanation)
+            if answer is None:
                 choice = self._chooser.choose(turn, self._clock.time())
-            if choice.member is None:
-                raise self._chooser.nobody(turn, choice)
-            if turn.last_error is not None:
-                self._admit_retry(turn, turn.last_error)
-            self._chooser.name(turn, choice.member, choice)
+                if self._late is not None and choice.explanation and self._late.must_wait(turn, choice.explanation):
+                    await self._late.wait(turn, choice.explanation)
+                    choice = self._chooser.choose(turn, self._clock.time())
+                worker, call, responder = self.begin_try(turn, choice)
+                answer = worker.forward(call, responder)
             try:
-                await self._forward(turn, choice.member)
+                await self._forward(turn, answer)
             except WorkerError as error:
-                if self._may_try_again(turn, error):
+                if self.may_try_again(turn, error):
+                    answer = None
                     continue
             return
 
-    async def _forward(self, turn: Turn, member: Member) -> None:
-        """One try at one worker. Raises its `WorkerError`."""
-        now_s = self._clock.time()
-        call, responder = self._tries.begin(turn, member, now_s)
-        task = asyncio.current_task(self._loop)
+    def begin_try(self, turn: Turn, choice: Choice) -> tuple[Worker, Call, Responder]:
+        """Begin one try at one worker; `Tries.end` must follow. Raises a `KvherdError` if none may be made."""
+        if choice.member is None:
+            raise self._chooser.nobody(turn, choice)
+        if turn.last_error is not None:
+            self._admit_retry(turn, turn.last_error)
+        self._chooser.name(turn, choice.member, choice)
+        call, responder = self.tries.begin(turn, choice.member, self._clock.time())
+        return self._fleet.worker(choice.member.worker), call, responder
+
+    def wait(self, turn: Turn, give_up: GiveUp) -> Wait:
+        """For the answer to begin, from when it was sent."""
+        wait = self._patience.wait(turn.served_by, turn.sent_at_s, give_up, turn.ends)
+        turn.witness.on_start = wait.started
+        return wait
+
+    async def _forward(self, turn: Turn, answer: Awaitable[None]) -> None:
+        """Await one try at one worker. Raises its `WorkerError`."""
+        task = asyncio.current_task()
 
         def give_up(why: KvherdError) -> None:
             turn.gave_up = why
             if task is not None:
                 task.cancel()
 
-        turn.wait = wait = self._patience.wait(member, now_s, give_up, turn.ends)
-        turn.witness.on_start = wait.started
+        wait = self.wait(turn, give_up)
         ended: BaseException | None = None
         try:
-            await self._fleet.worker(member.worker).forward(call, responder)
+            await answer
         except asyncio.CancelledError as left:
             ended = turn.gave_up or left
             if turn.gave_up is None:
@@ -189,9 +227,9 @@ class DataPath:
             wait.over()
             if turn.gave_up is not None and task is not None:
                 task.uncancel()
-            self._tries.end(turn, member, ended)
+            self.tries.end(turn, ended)
 
-    def _may_try_again(self, turn: Turn, error: WorkerError) -> bool:
+    def may_try_again(self, turn: Turn, error: WorkerError) -> bool:
         """A worker failed: before its answer began another may serve; after that the client is told."""
         if not turn.witness.started:
             turn.tried[error.worker] = turn.last_error = error
@@ -237,12 +275,18 @@ class DataPath:
             unique = RequestId(f"{request}-{number}")
         return unique
 
-    def _close(self, turn: Turn) -> None:
+    def close(self, turn: Turn, error: BaseException | None) -> None:
         """Learn from what was seen, and write one line about it; never a prompt."""
+        if error is None:
+            turn.outcome = "broken" if turn.witness.failure else "answered"
+        elif isinstance(error, asyncio.CancelledError):
+            turn.outcome = "left"
+        elif isinstance(error, KvherdError):
+            turn.outcome = type(error).__name__
         now_s = self._clock.time()
         self._alive.discard(turn.request)
-        if turn.member is not None and turn.outcome == "answered" and turn.witness.status == 200:
-            self._tries.learn(turn, turn.member, now_s)
+        if turn.outcome == "answered" and turn.member is not None and turn.witness.status == 200:
+            self.tries.learn(turn, turn.member, now_s)
         self._access.ended(turn, now_s=now_s)
 
     @property

@@ -192,9 +192,12 @@ class Gateway:
             await stack.enter_async_context(IdleFlushes(fleet, followers.incomplete, flushed, metrics))
         grpc = GatewayGrpc(console, host=config.host, port=config.grpc_port, tls=self._tls)
         self._grpc = await stack.enter_async_context(grpc)
+        admitted = AdmittedPath(at_holders(path, fleet, access), admission, access.refused, path.launch)
+        keyed = KeyedPath(admitted, keyring, access, admitted.launch)
         relay = RelayServer(
-            KeyedPath(AdmittedPath(at_holders(path, fleet, access), admission, access.refused), keyring, access),
+            keyed,
             app,
+            launch=keyed.launch,
             host=config.host,
             port=config.port,
             limits=config.limits,

@@ -2,22 +2,24 @@
 
 import asyncio
 
-from kvherd.core.fleet.keyring import KeyLimitReached, Keyring, KeyUnknown
-from kvherd.ports.worker import Responder
+from kvherd.core.fleet.keyring import Account, KeyLimitReached, Keyring, KeyUnknown
+from kvherd.ports.worker import Flight, Landed, Responder
 from kvherd.services.gateway.access import AccessLog
-from kvherd.services.gateway.relay.edge import DataHandler, DataRequest
+from kvherd.services.gateway.passage import Passage, launch_none, launch_within
+from kvherd.services.gateway.relay.edge import DataHandler, DataRequest, Launch
 
 _HEADER = b"authorization"
 
 
 class KeyedPath:
-    """A `DataHandler` before another. Raises `KeyUnknown` and `KeyLimitReached`.
+    """A `DataHandler` and `Launch` before others. Raises `KeyUnknown` and `KeyLimitReached`.
 
     Where keys are wanted, the client's own ends here: an engine gets the gateway's key for it, or none.
     """
 
-    def __init__(self, inner: DataHandler, keyring: Keyring, access: AccessLog) -> None:
+    def __init__(self, inner: DataHandler, keyring: Keyring, access: AccessLog, launch: Launch = launch_none) -> None:
         self._inner = inner
+        self._launch = launch
         self._access = access
         self._keyring = keyring
 
@@ -25,6 +27,20 @@ class KeyedPath:
         if self._keyring.open:
             await self._inner(request, responder)
             return
+        account, request = self._admit(request)
+        try:
+            await self._inner(request, responder)
+        finally:
+            account.end()
+
+    def launch(self, request: DataRequest, responder: Responder, landed: Landed) -> Flight | None:
+        if self._keyring.open:
+            return self._launch(request, responder, landed)
+        account, request = self._admit(request)
+        return launch_within(self._launch, request, responder, Passage(landed, account.end), account.take_back)
+
+    def _admit(self, request: DataRequest) -> tuple[Account, DataRequest]:
+        """Who asks; `Account.end` must follow. The request without the key, with its name."""
         presented = next((value for name, value in request.headers if name == _HEADER), b"")
         try:
             account = self._keyring.account(presented)
@@ -35,8 +51,5 @@ class KeyedPath:
         except KeyUnknown as error:
             self._access.refused(request, error)
             raise
-        try:
-            headers = [header for header in request.headers if header[0] != _HEADER]
-            await self._inner(request._replace(headers=headers, key=account.name), responder)
-        finally:
-            account.end()
+        headers = [header for header in request.headers if header[0] != _HEADER]
+        return account, request._replace(headers=headers, key=account.name)

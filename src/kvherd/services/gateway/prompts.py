@@ -16,11 +16,12 @@ from kvherd.core.errors import CallerError
 from kvherd.core.ids import PrefixHash
 from kvherd.core.kv.bigrams import bigram_keys
 from kvherd.core.kv.hashing import TOKEN_BYTES, PrefixHasher, token_bytes
-from kvherd.core.text.calls import ChatCall
 from kvherd.core.text.parity import PromptClass, classify
 from kvherd.ports.completions import Tokenizer
 from kvherd.wire.openai.prompts import decode_chat_prompt, decode_completion_prompts, decode_generate_prompts
 from kvherd.wire.openai.routing import Peek
+
+_RENDERED = frozenset({"/v1/chat/completions"})
 
 LONG_BYTES = 32 * 1024
 """Fresh text of this size takes about 10 ms to encode: longer than the loop should stand still."""
@@ -49,6 +50,11 @@ class Prompt:
     @property
     def tokens(self) -> int:
         return len(self.text) // BYTES_PER_TOKEN if self.token_ids is None else len(self.token_ids)
+
+    def forget(self) -> None:
+        """It cannot be tokenized."""
+        self.token_ids = None
+        self.classes = ()
 
     def chain(
         self, hasher: PrefixHasher, model: str, block_size: int, *, lora: str | None = None, bigrams: bool = False
@@ -92,17 +98,34 @@ class EncodingCache:
         Long fresh text is encoded in a thread. Raises `PromptTooLong`, before any work, for what cannot fit into the
         context of the model.
         """
-        tokenizer.check_length(text)
+        known = self.encode_now(tokenizer, text, add_special_tokens=add_special_tokens)
+        if known is not None:
+            return known
         if add_special_tokens and tokenizer.encode("", add_special_tokens=True):
             # what stands around a text is told by the whole text only
             return await asyncio.to_thread(tokenizer.encode, text, add_special_tokens=True)
         segments = self._cut(tokenizer, text)
-        fresh = list(dict.fromkeys(segment for segment in segments if (id(tokenizer), segment) not in self._known))
+        fresh = self._fresh(tokenizer, segments)
+        encoded = await asyncio.to_thread(lambda: [tokenizer.encode(segment) for segment in fresh])
+        return self._joined(tokenizer, segments, dict(zip(fresh, encoded, strict=True)))
+
+    def encode_now(self, tokenizer: Tokenizer, text: str, *, add_special_tokens: bool = False) -> list[int] | None:
+        """The same, but None where it takes a thread."""
+        tokenizer.check_length(text)
+        if add_special_tokens and tokenizer.encode("", add_special_tokens=True):
+            return None
+        segments = self._cut(tokenizer, text)
+        fresh = self._fresh(tokenizer, segments)
         if sum(map(len, fresh)) > LONG_BYTES:
-            encoded = await asyncio.to_thread(lambda: [tokenizer.encode(segment) for segment in fresh])
-        else:
-            encoded = [tokenizer.encode(segment) for segment in fresh]
-        found = dict(zip(fresh, encoded, strict=True))
+            return None
+        return self._joined(tokenizer, segments, {segment: tokenizer.encode(segment) for segment in fresh})
+
+    def _fresh(self, tokenizer: Tokenizer, segments: Sequence[str]) -> list[str]:
+        """Those that are not known, each once."""
+        me, known = id(tokenizer), self._known
+        return list(dict.fromkeys([segment for segment in segments if (me, segment) not in known]))
+
+    def _joined(self, tokenizer: Tokenizer, segments: Sequence[str], found: dict[str, list[int]]) -> list[int]:
         token_ids: list[int] = []
         for segment in segments:
             token_ids += self._recall(tokenizer, segment, found)
@@ -147,38 +170,62 @@ async def read_prompt(
     One with a field that changes it in a way not known here is not tokenized. Raises nothing for a body that it cannot
     read in full: the worker knows more dialects, and says what is wrong.
     """
-    prompt = Prompt(_text_of(path, body, peeked), salt=peeked.cache_salt, model=peeked.model or "")
-    if tokenizer is None:
-        return prompt
+    now = read_prompt_now(path, body, peeked, tokenizer, cache)
+    if now is not None or tokenizer is None:
+        return now or _untold(path, body, peeked)
+    prompt = _untold(path, body, peeked)
     try:
-        if path == "/v1/chat/completions":
-            await _encode_chat(decode_chat_prompt(body), prompt, tokenizer, cache)
-        elif path == "/v1/completions":
-            await _encode_text(decode_completion_prompts(body), prompt, tokenizer, cache)
-        elif path == "/generate":
-            await _encode_text(decode_generate_prompts(body), prompt, tokenizer, cache)
+        text = _text_to_encode(path, body, prompt, tokenizer)
+        if text is not None:
+            prompt.token_ids = await cache.encode(tokenizer, text, add_special_tokens=path not in _RENDERED)
     except CallerError:
-        prompt.token_ids = None
+        prompt.forget()
     return prompt
 
 
-async def _encode_chat(call: ChatCall | None, prompt: Prompt, tokenizer: Tokenizer, cache: EncodingCache) -> None:
-    if call is None:
-        return
-    prompt.token_ids = await cache.encode(tokenizer, tokenizer.render_chat(call))
-    prompt.classes = classify(call, tokenizer.special_tokens)
+def read_prompt_now(
+    path: str, body: bytes, peeked: Peek, tokenizer: Tokenizer | None, cache: EncodingCache
+) -> Prompt | None:
+    """The same, but None where so much fresh text is to be encoded that a thread should do it."""
+    prompt = _untold(path, body, peeked)
+    if tokenizer is None:
+        return prompt
+    try:
+        text = _text_to_encode(path, body, prompt, tokenizer)
+        if text is not None:
+            prompt.token_ids = cache.encode_now(tokenizer, text, add_special_tokens=path not in _RENDERED)
+            return None if prompt.token_ids is None else prompt
+    except CallerError:
+        prompt.forget()
+    return prompt
 
 
-async def _encode_text(
-    prompts: Sequence[str | tuple[int, ...]], prompt: Prompt, tokenizer: Tokenizer, cache: EncodingCache
-) -> None:
+def _untold(path: str, body: bytes, peeked: Peek) -> Prompt:
+    return Prompt(_text_of(path, body, peeked), salt=peeked.cache_salt, model=peeked.model or "")
+
+
+def _text_to_encode(path: str, body: bytes, prompt: Prompt, tokenizer: Tokenizer) -> str | None:
+    """The text of the prompt as the model gets it; None if it has none or is tokens already. Raises `CallerError`."""
+    if path in _RENDERED:
+        call = decode_chat_prompt(body)
+        if call is None:
+            return None
+        text = tokenizer.render_chat(call)
+        prompt.classes = classify(call, tokenizer.special_tokens)
+        return text
+    prompts: Sequence[str | tuple[int, ...]] = ()
+    if path == "/v1/completions":
+        prompts = decode_completion_prompts(body)
+    elif path == "/generate":
+        prompts = decode_generate_prompts(body)
     prompt.several = len(prompts) > 1
     match prompts[0] if prompts else None:
         case str(text):
-            prompt.token_ids = await cache.encode(tokenizer, text, add_special_tokens=True)
             prompt.classes = (PromptClass.TEXT,)
+            return text
         case token_ids:
             prompt.token_ids = token_ids
+            return None
 
 
 def _text_of(path: str, body: bytes, peeked: Peek) -> bytes:

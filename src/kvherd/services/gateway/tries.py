@@ -56,8 +56,9 @@ class Tries:
             self._credit.sent(turn.request, prompt, member, turn.rank)
         return call, responder
 
-    def end(self, turn: Turn, member: Member, error: BaseException | None) -> None:
+    def end(self, turn: Turn, error: BaseException | None) -> None:
         """It is over, however it ended; the worker's health learns from it."""
+        member = turn.served_by
         if error is None:
             self._fleet.request_succeeded(member, turn.request)
         elif isinstance(error, WorkerError) and not isinstance(error, WorkerRefused | WorkerUnsupported):

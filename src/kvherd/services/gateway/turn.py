@@ -10,7 +10,6 @@ from kvherd.core.ids import Rank, RequestId, WorkerId
 from kvherd.ports.completions import Usage
 from kvherd.services.gateway.audit import Trial
 from kvherd.services.gateway.credit import NO_MATCH, Match
-from kvherd.services.gateway.patience import Wait
 from kvherd.services.gateway.prompts import Prompt
 from kvherd.services.gateway.witness import Witness
 from kvherd.wire.openai.routing import Peek
@@ -68,7 +67,6 @@ class Turn:
     last_error: WorkerError | None = None
     gave_up: KvherdError | None = None
     """Why the gateway itself ended the try."""
-    wait: Wait | None = None
     member: Member | None = None
     rank: Rank | None = None
     """That is to serve it, if its worker's ranks can be addressed."""
@@ -87,6 +85,13 @@ class Turn:
     first_token_at_s: float | None = None
     usage: Usage | None = None
     outcome: str = "unserved"
+
+    @property
+    def served_by(self) -> Member:
+        """The worker of a try that has begun."""
+        if self.member is None:
+            raise LookupError("no worker was chosen")
+        return self.member
 
     @property
     def predicted(self) -> int | None:

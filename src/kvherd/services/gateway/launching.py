@@ -1,0 +1,120 @@
+"""A turn for which no task waits: what a worker's connection tells it moves it on.
+
+It does what `DataPath.finish` does, with a task only where there is something to await: another try, or a connection
+that is not there yet.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Coroutine
+from typing import Any, Protocol
+
+from kvherd.core.errors import KvherdError, WorkerError
+from kvherd.ports.worker import Call, Flight, Landed, Responder, Worker
+from kvherd.services.gateway.choosing import Choice
+from kvherd.services.gateway.passage import hand_over
+from kvherd.services.gateway.patience import GiveUp, Wait
+from kvherd.services.gateway.tries import Tries
+from kvherd.services.gateway.turn import Turn
+
+
+class Path(Protocol):
+    """The steps of the data path, see there."""
+
+    tries: Tries
+
+    def begin_try(self, turn: Turn, choice: Choice) -> tuple[Worker, Call, Responder]: ...
+    def may_try_again(self, turn: Turn, error: WorkerError) -> bool: ...
+    def wait(self, turn: Turn, give_up: GiveUp) -> Wait: ...
+    def close(self, turn: Turn, error: BaseException | None) -> None: ...
+    async def finish(self, turn: Turn, answer: Awaitable[None] | None = None) -> None: ...
+
+
+class Launched:
+    """A `Flight`."""
+
+    __slots__ = ("_flight", "_landed", "_path", "_starting", "_turn", "_wait")
+
+    def __init__(self, path: Path, turn: Turn, landed: Landed) -> None:
+        self._path = path
+        self._turn = turn
+        self._landed = landed
+        self._flight: Flight | None = None
+        self._wait: Wait | None = None
+        self._starting: tuple[asyncio.Handle, Coroutine[Any, Any, None]] | None = None
+
+    def launch(self, choice: Choice) -> Flight:
+        """Raises a `KvherdError` if nobody serves it."""
+        path, turn = self._path, self._turn
+        try:
+            worker, call, responder = path.begin_try(turn, choice)
+        except KvherdError as error:
+            path.close(turn, error)
+            raise
+        try:
+            self._flight = worker.launch(call, responder, self.landed)
+        except BaseException as error:
+            path.tries.end(turn, error)
+            path.close(turn, error)
+            raise
+        if self._flight is not None:
+            self._wait = path.wait(turn, self._give_up)
+        else:
+            answer = worker.forward(call, responder)
+            self._starting = asyncio.get_running_loop().call_soon(self._start, answer), answer
+        return self
+
+    def cancel(self) -> None:
+        left = asyncio.CancelledError()
+        if self._starting is not None:
+            handle, answer = self._starting
+            handle.cancel()
+            answer.close()
+        elif self._flight is not None:
+            self._flight.cancel()
+        self._end_try(left)
+        self._path.close(self._turn, left)
+
+    def landed(self, outcome: Exception | Coroutine[Any, Any, None] | None) -> None:
+        """The worker's flight has ended, or is to go on in a task."""
+        path, turn = self._path, self._turn
+        self._flight = None
+        if isinstance(outcome, Coroutine):
+            if self._wait is not None:
+                self._wait.over()
+            self._go_on(outcome)
+            return
+        self._end_try(outcome)
+        if isinstance(outcome, WorkerError):
+            if path.may_try_again(turn, outcome):
+                hand_over(self._landed, path.finish(turn), self._abandoned)
+                return
+            outcome = None  # its client was told
+        path.close(turn, outcome)
+        self._landed(outcome)
+
+    def _give_up(self, why: KvherdError) -> None:
+        if self._flight is not None:
+            self._flight.cancel()
+            self.landed(why if isinstance(why, Exception) else None)
+
+    def _start(self, answer: Coroutine[Any, Any, None]) -> None:
+        """There was no connection that could be used at once."""
+        self._starting = None
+        self._go_on(answer)
+
+    def _go_on(self, answer: Coroutine[Any, Any, None]) -> None:
+        """Await the rest of this try in a task."""
+
+        def abandoned() -> None:
+            self._path.tries.end(self._turn, asyncio.CancelledError())
+            self._abandoned()
+
+        hand_over(self._landed, self._path.finish(self._turn, answer), abandoned, within=answer)
+
+    def _end_try(self, error: BaseException | None) -> None:
+        if self._wait is not None:
+            self._wait.over()
+        self._path.tries.end(self._turn, error)
+
+    def _abandoned(self) -> None:
+        self._path.close(self._turn, asyncio.CancelledError())
