@@ -39,6 +39,15 @@ def test_they_are_written_as_any_others(known: KnownHeaders, left_out: frozenset
     assert lines(PLAIN, frozenset({b"x-a"})) == b"host: h\r\naccept: *\r\nx-request-id: r\r\n"
 
 
+@pytest.mark.parametrize("left_out", [frozenset[bytes](), frozenset({b"content-length"}), frozenset({b"x-request-id"})])
+def test_what_was_written_beforehand_is_what_would_be_written(left_out: frozenset[bytes]) -> None:
+    own = ((b"content-length", b"3"), (b"x-request-id", b"r"), (b"traceparent", b"t"))
+    known = KnownHeaders(Block(TOLD), own, b"x-request-id: r\r\ntraceparent: t\r\n")
+    assert lines(known, left_out) == lines([*TOLD, *own], left_out)
+    for name in (b"x-a", b"traceparent", b"content-length"):
+        assert lines(without(known, name), left_out) == lines(without([*TOLD, *own], name), left_out)
+
+
 def test_more_come_behind_and_leave_the_others_alone(known: KnownHeaders) -> None:
     more = with_more(known, [(b"x-b", b"4")])
     assert list(more) == with_more(PLAIN, [(b"x-b", b"4")])

@@ -104,7 +104,7 @@ class UpstreamConnection(asyncio.Protocol):
         "_used",
         "_usual",
         "_waits",
-        "idle_since_s",
+        "idle_since",
         "lost",
         "reusable",
         "transport",
@@ -126,7 +126,7 @@ class UpstreamConnection(asyncio.Protocol):
         self._usual: _Usual | None = None
         self.lost = False
         self.reusable = True
-        self.idle_since_s = 0.0
+        self.idle_since = 0
 
     def begin(self, head: bytes, body: bytes, sink: Sink, over: Over) -> bool:
         """Send one request and give its answer to the sink. `over` is called once, later, with None or with what went
@@ -176,44 +176,46 @@ class UpstreamConnection(asyncio.Protocol):
             self.reusable = False
             self.transport.abort()
             return
-        self._read(data)
+        if self._in_body:
+            self._parse(data)
+            if self._unsettled > _SETTLE_BYTES:
+                self._stop_reading()
+        elif self._begun or self._usual is None or not self._recall(data, self._usual):
+            self._read_head(data)
         if self._outcome is not False:
             self._end()
 
-    def _read(self, data: bytes) -> None:
+    def _read_head(self, data: bytes) -> None:
+        """With as much of the body as came with it."""
         whole = not self._begun
-        if whole and self._usual is not None and self._recall(data, self._usual):
-            return
         self._begun = True
-        if not self._in_body:
-            self._head_fed += len(data)
+        self._head_fed += len(data)
         self._parse(data)
         if whole and self._outcome is True:
             self._remember(data)
-        if not self._in_body:
-            if self._head_fed > _HEAD_BYTES and self._outcome is False:
-                self._finish(UpstreamBroken(f"the headers of its answer are larger than {_HEAD_BYTES} bytes"))
-        elif self._unsettled > _SETTLE_BYTES:
-            self._stop_reading()
+        if self._in_body:
+            if self._unsettled > _SETTLE_BYTES:
+                self._stop_reading()
+        elif self._head_fed > _HEAD_BYTES and self._outcome is False:
+            self._finish(UpstreamBroken(f"the headers of its answer are larger than {_HEAD_BYTES} bytes"))
 
     def _parse(self, data: bytes) -> None:
+        """Give the sink what comes of the body: several chunks that came together leave together."""
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserCallbackError as error:
             self._finish(error.__context__ if isinstance(error.__context__, Exception) else error)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
             self._finish(UpstreamBroken(f"its answer is not HTTP/1.1: {error}"))
-        if self._pieces:
-            self._pass_on()
-
-    def _pass_on(self) -> None:
-        """Give the sink what came of the body: several chunks that came together leave together."""
-        data = self._pieces[0] if len(self._pieces) == 1 else b"".join(self._pieces)
-        self._pieces.clear()
-        self._unsettled += len(data)
+        pieces = self._pieces
+        if not pieces:
+            return
+        body = pieces[0] if len(pieces) == 1 else b"".join(pieces)
+        pieces.clear()
+        self._unsettled += len(body)
         try:
             if self._sink is not None:
-                self._sink.body(data)
+                self._sink.body(body)
         except Exception as error:  # noqa: BLE001 - whatever a sink raises is for who waits, as when llhttp calls it
             self.reusable = False
             self._outcome = error
@@ -255,9 +257,9 @@ class UpstreamConnection(asyncio.Protocol):
             self._sink.head(usual.status, headers)
             if length:
                 self._sink.body(data[begin:])
+            self._outcome = True
         except Exception as error:  # noqa: BLE001 - whatever a sink raises is for who waits, as when llhttp calls it
             self._finish(error)
-        self._finish(True)
         return True
 
     def _remember(self, data: bytes) -> None:

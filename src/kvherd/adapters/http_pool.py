@@ -15,6 +15,8 @@ from kvherd.adapters.http_connection import (
 )
 from kvherd.adapters.tls import ClientTls, connected, why_untrusted
 
+_ROUNDS = 8
+
 
 class HttpPool:
     """Connections to one address, at most `max_connections`, kept for `idle_s` when idle.
@@ -46,6 +48,7 @@ class HttpPool:
         self._reaping: asyncio.TimerHandle | None = None
         self._emptied: asyncio.Future[None] | None = None
         self._closed = False
+        self._round = 0
 
     @property
     def open_connections(self) -> int:
@@ -80,8 +83,12 @@ class HttpPool:
         """Run one request on an idle connection, `over` being called as `UpstreamConnection.begin` has it; None, and
         nothing has happened, if none is idle. Nothing is sent twice: that is left to who is told.
         """
-        connection = self._take_idle()
-        return connection if connection is not None and connection.begin(head, body, sink, over) else None
+        idle = self._idle
+        while idle:
+            connection = idle.pop()
+            if connection.begin(head, body, sink, over):
+                return connection
+        return None
 
     async def _run(
         self, connection: UpstreamConnection, head: bytes, body: bytes, sink: Sink, sent: Callable[[], None] | None
@@ -192,12 +199,12 @@ class HttpPool:
         if not connection.reusable or self._closed:
             connection.transport.close()
             return
-        connection.idle_since_s = self.loop.time()
+        connection.idle_since = self._round
         self._idle.append(connection)
         if self._waiting:
             self._let_next_in()
         if self._reaping is None:
-            self._reaping = self.loop.call_later(self._idle_s, self._reap)
+            self._reaping = self.loop.call_later(self._idle_s / _ROUNDS, self._reap)
 
     def _let_next_in(self) -> None:
         while self._waiting:
@@ -207,9 +214,10 @@ class HttpPool:
                 return
 
     def _reap(self) -> None:
+        """Looked at in rounds, so that no clock is asked when a connection becomes idle."""
         self._reaping = None
-        oldest_s = self.loop.time() - self._idle_s
-        while self._idle and self._idle[0].idle_since_s <= oldest_s:
+        self._round += 1
+        while self._idle and self._idle[0].idle_since <= self._round - _ROUNDS:
             self._idle.popleft().transport.close()
         if self._idle:
-            self._reaping = self.loop.call_later(self._idle[0].idle_since_s - oldest_s, self._reap)
+            self._reaping = self.loop.call_later(self._idle_s / _ROUNDS, self._reap)

@@ -12,6 +12,8 @@ Header = tuple[bytes, bytes]
 
 _LENGTH = re.compile(rb"\r\ncontent-length:[ \t]*(\d{1,9})[ \t]*\r\n", re.IGNORECASE)
 _DIGITS = 9
+_LENGTH_NAME = b"content-length"
+_NAMING = frozenset({b"x-request-id", b"traceparent"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,13 +77,17 @@ class Block:
 
 
 class KnownHeaders(Sequence[Header]):
-    """The headers of one message: a block that came before, then its `own`. Names are in lower case."""
+    """The headers of one message: a block that came before, then its `own`. Names are in lower case.
 
-    __slots__ = ("block", "own")
+    `written` is its own as they are sent, but for a Content-Length, if whoever made them said so.
+    """
 
-    def __init__(self, block: Block, own: tuple[Header, ...]) -> None:
+    __slots__ = ("block", "own", "written")
+
+    def __init__(self, block: Block, own: tuple[Header, ...], written: bytes | None = None) -> None:
         self.block = block
         self.own = own
+        self.written = written
 
     def __iter__(self) -> Iterator[Header]:
         yield from self.block.headers
@@ -115,7 +121,8 @@ def without(headers: Sequence[Header], name: bytes) -> Sequence[Header]:
     """All headers but those of this name."""
     if type(headers) is KnownHeaders:
         own = tuple(header for header in headers.own if header[0] != name)
-        return KnownHeaders(headers.block.without(name), own)
+        written = headers.written if len(own) == len(headers.own) else None
+        return KnownHeaders(headers.block.without(name), own, written)
     return [header for header in headers if header[0] != name]
 
 
@@ -129,7 +136,10 @@ def with_more(headers: Sequence[Header], more: Iterable[Header]) -> Sequence[Hea
 def lines(headers: Iterable[Header], left_out: frozenset[bytes]) -> bytes:
     """Headers as they are sent, but those of these names."""
     if type(headers) is KnownHeaders:
-        return headers.block.lines(left_out) + _written(headers.own, left_out)
+        own = headers.written
+        if own is None or _LENGTH_NAME not in left_out or not left_out.isdisjoint(_NAMING):
+            own = _written(headers.own, left_out)
+        return headers.block.lines(left_out) + own
     return _written(headers, left_out)
 
 

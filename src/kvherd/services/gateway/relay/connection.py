@@ -220,7 +220,8 @@ class Connection(asyncio.Protocol):
         if outcome is not None:
             self._fail(responder, outcome)
         self._done(responder)
-        self._proceed()
+        if self._parser.ready or self._parser.ended or self._premises.stopping:
+            self._proceed()
 
     def _proceed(self) -> None:
         """Begin with the next request, if there is one and the client took what came before it."""

@@ -25,14 +25,15 @@ def identify(headers: Headers, *, named: bool, traced: bool) -> RequestId:
     return RequestId(name.decode("latin-1"))
 
 
-def identified_anew(*, traced: bool) -> tuple[RequestId, tuple[tuple[bytes, bytes], ...]]:
-    """A name for a request that has none, and the headers that say it."""
+def identified_anew(*, traced: bool) -> tuple[bytes, tuple[tuple[bytes, bytes], ...], bytes]:
+    """A name for a request that has none, the headers that say it, and these as they are sent."""
     mine = b"%016x" % next(_counted)
     name = _OURS + mine
-    named = (b"x-request-id", name)
     if traced:
-        return RequestId(name.decode()), (named,)
-    return RequestId(name.decode()), (named, (b"traceparent", b"00-%b-%b-01" % (name, mine)))
+        return name, ((b"x-request-id", name),), b"x-request-id: %b\r\n" % name
+    trace = b"00-%b-%b-01" % (name, mine)
+    own = ((b"x-request-id", name), (b"traceparent", trace))
+    return name, own, b"x-request-id: %b\r\ntraceparent: %b\r\n" % (name, trace)
 
 
 def forwarded(peer: str, *, secured: bool = False) -> tuple[tuple[bytes, bytes], ...]:

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import httptools
 
 from kvherd.core.errors import BodyTooLarge, FrameInvalid, HeadTooLarge, KvherdError, Unsupported
+from kvherd.core.ids import RequestId
 from kvherd.services.gateway.relay.edge import DataRequest, RelayLimits, is_data
 from kvherd.services.gateway.relay.first_line import METHODS, path_of, rare_method
 from kvherd.services.gateway.relay.identity import forwarded, identified_anew, identify
@@ -162,8 +163,9 @@ class RequestParser:
         begin, length = found
         if begin + length != len(data) or length > self._limits.body_bytes:
             return False
-        identified, own = identified_anew(traced=usual.has_traceparent)
-        headers = KnownHeaders(usual.block, ((b"content-length", b"%d" % length), *own))
+        name, own, written = identified_anew(traced=usual.has_traceparent)
+        headers = KnownHeaders(usual.block, ((b"content-length", b"%d" % length), *own), written)
+        identified = RequestId(name.decode())
         request = DataRequest(usual.method, usual.path, usual.query, headers, data[begin:], self._peer, identified)
         self.ready.append(Incoming(request, True, False, usual.is_data))
         self._misses = 0
