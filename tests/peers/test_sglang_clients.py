@@ -6,26 +6,24 @@
 import json
 import os
 from collections.abc import Iterator
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
-from kvherd.testing.herds import EngineProcess, begin_engine, begin_gateway
-from kvherd.testing.processes import KvherdProcess, OwnedProcess, wait_until
+from kvherd.testing.herds import EngineProcess
+from kvherd.testing.processes import OwnedProcess, wait_until
+from kvherd.testing.stock_clients import engine_with_a_tokenizer, gateway_over
 from kvherd.testing.stock_engines import STUBS, model_directory
 
-pytestmark = [pytest.mark.peers, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.peers, pytest.mark.timeout(900)]
 
 
 @pytest.fixture(scope="module")
 def engine() -> Iterator[EngineProcess]:
-    """Its model's name is a directory with a tokenizer, which the clients load by the name that the engine tells."""
-    with ExitStack() as stack:
-        options = ("--model", "smollm2", "--served-model-name", str(model_directory()))
-        yield begin_engine(lambda *words: stack.enter_context(KvherdProcess(*words)), *options)
+    with engine_with_a_tokenizer() as engine:
+        yield engine
 
 
 @pytest.fixture(scope="module", params=["engine", "gateway over http", "gateway over grpc"])
@@ -34,16 +32,15 @@ def door(request: pytest.FixtureRequest, engine: EngineProcess) -> Iterator[str]
     if request.param == "engine":
         yield engine.url
         return
-    worker = engine.http_worker if "http" in request.param else engine.grpc_url
-    with ExitStack() as stack:
-        yield begin_gateway(lambda *words: stack.enter_context(KvherdProcess(*words)), worker, up=1).url
+    with gateway_over(engine, request.param.removeprefix("gateway over ")) as url:
+        yield url
 
 
 def run(module: str, *words: str) -> str:
     python = Path(os.environ.get("KVHERD_SGLANG", ".venv-sglang")) / "bin" / "python"
     environment = {"PYTHONPATH": str(STUBS), "HF_HUB_OFFLINE": "1"}
     with OwnedProcess([str(python.absolute()), "-m", module, *words], environment=environment) as client:
-        assert client.wait(within_s=240) == 0, client.said
+        assert client.wait(within_s=400) == 0, client.said
         return client.said
 
 
@@ -67,6 +64,20 @@ def test_bench_serving_flushes_loads_and_profiles(door: str, tmp_path: Path) -> 
     assert "Profiler stopped" in said
     assert "Successful requests:                     3" in said
     assert {each["args"]["phase"] for each in steps(tmp_path)} >= {"prefill", "decode"}
+
+
+@pytest.mark.parametrize("backend", ["sglang", "sglang-oai", "sglang-oai-chat", "vllm", "vllm-chat"])
+def test_every_backend_of_bench_serving_has_its_requests_answered(door: str, backend: str, tmp_path: Path) -> None:
+    said = run(
+        "sglang.bench_serving",
+        *("--backend", backend, "--base-url", door, "--model", str(model_directory())),
+        *("--tokenizer", str(model_directory()), *LOAD, "--random-range-ratio", "1.0", "--num-prompts", "4"),
+        *("--output-file", str(tmp_path / "out"), "--output-details"),
+    )
+    assert "Successful requests:                     4" in said
+    result = json.loads((tmp_path / "out").read_text())
+    assert result["output_lens"] == [8] * 4
+    assert not any(result["errors"])
 
 
 def test_bench_one_batch_server_flushes_loads_and_profiles(door: str, tmp_path: Path) -> None:
