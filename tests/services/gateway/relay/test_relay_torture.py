@@ -4,6 +4,7 @@ connection is never confused with it.
 
 import asyncio
 import json
+import random
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -260,6 +261,14 @@ async def stage(
         await worker.close()
 
 
+MADE = frozenset({b"x-request-id", b"traceparent"})
+
+
+def _meant(name: bytes, value: bytes) -> tuple[bytes, bytes]:
+    """Zeros before a length mean nothing."""
+    return name, b"%d" % int(value) if name == b"content-length" else value
+
+
 def read(*pieces: bytes) -> list[object]:
     """What a parser makes of a request that comes in these pieces, and how it left the connection."""
     parser = RequestParser(LIMITS, "127.0.0.1:1")
@@ -269,7 +278,7 @@ def read(*pieces: bytes) -> list[object]:
     for item in parser.ready:
         match item:
             case Incoming(request=one):
-                named = [header for header in one.headers if header[0] not in {b"x-request-id", b"traceparent"}]
+                named = sorted(_meant(*header) for header in one.headers if header[0] not in MADE)
                 seen.append((one.method, one.target, one.body, named, item.keep_alive, item.http10))
             case Refusal(error=error):
                 seen.append(type(error))
@@ -673,3 +682,46 @@ async def test_answers_with_one_head_over_one_connection_are_each_the_right_one(
             )
             assert len(got.headers) == len({*got.headers})
         assert at.engine.connections == 1
+
+
+# --- what nobody thought of ---------------------------------------------------------------------------------------
+
+PIECES = (
+    *(b"\r", b"\n", b"\r\n", b"\x00", b" ", b"\t", b":", b";", b",", b"0", b"2", b"\xff", b"0\r\n\r\n", b"CONNECT "),
+    *(b"Content-Length: 2\r\n", b"Transfer-Encoding: chunked\r\n", b"Connection: Upgrade\r\nUpgrade: h2c\r\n"),
+    *(b"Expect: 100-continue\r\n", b"Connection: close\r\n", b"Host: h\r\n", b"HTTP/1.0", b"X-Request-Id: a\r\n"),
+)
+
+
+def spoilt(sent: bytes, dice: random.Random) -> bytes:
+    """One to three small changes somewhere in it."""
+    for _ in range(dice.randrange(1, 4)):
+        at = dice.randrange(len(sent) + 1)
+        match dice.randrange(3):
+            case 0:
+                sent = sent[:at] + dice.choice(PIECES) + sent[at:]
+            case 1:
+                sent = sent[:at] + sent[at + dice.randrange(1, 4) :]
+            case _:
+                sent = sent[:at] + bytes([dice.randrange(256)]) + sent[at + 1 :]
+    return sent
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_spoilt_request_is_read_alike_however_it_is_cut(seed: int) -> None:
+    dice = random.Random(seed)
+    whole = [*SERVED.values(), *(sent for sent, _ in REFUSED.values() if len(sent) < 1000)]
+    for _ in range(100):
+        sent = spoilt(dice.choice(whole), dice) + NEXT
+        at = dice.randrange(1, len(sent))
+        assert read(sent) == read(sent[:at], sent[at:]) == read(*(bytes([byte]) for byte in sent)), sent
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_spoilt_request_is_read_alike_whatever_was_read_before(seed: int) -> None:
+    """A head that came before is remembered: one that only looks like it must not be taken for it."""
+    dice = random.Random(seed)
+    for _ in range(100):
+        usual = dice.choice((told(), told(b"X-A: a\r\n"), H + b"Content-Length: 12\r\nX-B: 1\r\n\r\nhello, hello"))
+        sent = spoilt(usual, dice)
+        assert read(usual, usual, usual, sent, NEXT)[3:] == read(sent, NEXT), sent
