@@ -3,11 +3,13 @@
     python bench/grpc_tokens.py [--streams 64] [--tokens 200] [--rounds 5]
 
 A fake engine of SGLang's protocol says one token a message on 64 streams, all of them every 25 ms as the steps of an
-engine do, in a process of its own. Two contenders read it, each in a process of its own and in turns:
+engine do, in a process of its own. The contenders read it, each in a process of its own and in turns:
 
-alone    the generated stub of grpc.aio, which counts messages
-worker   the gateway's adapter: detokenized with the real model's tokenizer, made into OpenAI's event stream, written
-         to a client that takes everything
+alone       the generated stub of grpc.aio, which counts messages
+worker      the gateway's adapter: detokenized with the real model's tokenizer, made into OpenAI's event stream,
+            written to a client that takes everything
+alone_tls   the same two over TLS, each side with a certificate
+worker_tls
 
 CPU is the process's own, of all its threads, between the first and the last message. Nothing is asserted.
 """
@@ -23,8 +25,10 @@ import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
+import grpc
 import grpc.aio
 import uvloop
 from smg_grpc_proto.generated import sglang_scheduler_pb2 as pb
@@ -32,9 +36,11 @@ from smg_grpc_proto.generated.sglang_scheduler_pb2_grpc import SglangSchedulerSt
 
 from kvherd.adapters.grpc_worker import GrpcWorker
 from kvherd.adapters.model_files import locate
+from kvherd.adapters.tls import ClientTls, TlsFiles, TlsOptions
 from kvherd.adapters.tokenizer import load_tokenizer
 from kvherd.core.ids import RequestId, WorkerId
 from kvherd.ports.worker import Call
+from kvherd.testing.certificates import Authority
 from kvherd.testing.sglang_engine import Context, EngineScript, ScriptedSglang, serving
 
 OUT = Path(__file__).resolve().parent / "out" / "grpc_tokens.json"
@@ -89,9 +95,14 @@ class Sink:
 async def run_engine() -> None:
     tokenizer = load_tokenizer(locate("smollm2"))
     script = EngineScript(tokenizer_zip=tokenizer.artifact_zip())
-    async with serving(Talker(tokenizer.encode(TEXT), script)) as target:
-        print(target, flush=True)
-        await asyncio.Event().wait()
+    with TemporaryDirectory() as place:
+        files = Authority().issue(Path(place), "both")
+        pairs, authority = [(files.key.read_bytes(), files.certificate.read_bytes())], files.authority.read_bytes()
+        credentials = grpc.ssl_server_credentials(pairs, authority, require_client_auth=True)
+        talker = Talker(tokenizer.encode(TEXT), script)
+        async with serving(talker) as plain, serving(talker, credentials=credentials) as secured:
+            print(plain, secured, place, flush=True)
+            await asyncio.Event().wait()
 
 
 Counted = tuple[int, float]
@@ -104,8 +115,14 @@ async def timed(streams: int, one: Callable[[int], Awaitable[int]]) -> Counted:
     return messages, cpu_s() - before_s
 
 
-async def alone(target: str, streams: int, tokens: int) -> Counted:
-    async with grpc.aio.insecure_channel(target) as channel:
+def showing(place: str) -> ClientTls:
+    root = Path(place)
+    files = TlsFiles(root / "both.pem", root / "both.key", root / "ca.pem")
+    return ClientTls(files, TlsOptions("certificate", "key", "authorities"))
+
+
+async def alone(target: str, streams: int, tokens: int, tls: ClientTls | None = None) -> Counted:
+    async with tls.grpc_channel(target, []) if tls else grpc.aio.insecure_channel(target) as channel:
         stub = SglangSchedulerStub(channel)
 
         async def one(number: int) -> int:
@@ -117,8 +134,8 @@ async def alone(target: str, streams: int, tokens: int) -> Counted:
         return await timed(streams, one)
 
 
-async def worker(target: str, streams: int, tokens: int) -> Counted:
-    ann = GrpcWorker(WorkerId(f"grpc://{target}"))
+async def worker(target: str, streams: int, tokens: int, tls: ClientTls | None = None) -> Counted:
+    ann = GrpcWorker(WorkerId(f"grpcs://{target}" if tls else f"grpc://{target}"), tls=tls)
     body = {"model": "herd", "messages": [{"role": "user", "content": "hi"}], "stream": True, "max_tokens": tokens}
 
     async def one(number: int) -> int:
@@ -134,7 +151,7 @@ async def worker(target: str, streams: int, tokens: int) -> Counted:
         await ann.close()
 
 
-CONTENDERS = {"alone": alone, "worker": worker}
+CONTENDERS = {"alone": alone, "worker": worker, "alone_tls": alone, "worker_tls": worker}
 
 
 def cpu_s() -> float:
@@ -142,24 +159,28 @@ def cpu_s() -> float:
     return used.ru_utime + used.ru_stime
 
 
-async def read(contender: str, target: str, streams: int, tokens: int) -> None:
-    messages, taken_s = await CONTENDERS[contender](target, streams, tokens)
+async def read(contender: str, targets: Sequence[str], streams: int, tokens: int) -> None:
+    plain, secured, place = targets
+    if contender.endswith("_tls"):
+        messages, taken_s = await CONTENDERS[contender](secured, streams, tokens, showing(place))
+    else:
+        messages, taken_s = await CONTENDERS[contender](plain, streams, tokens)
     print(json.dumps({"us": taken_s / messages * 1e6, "messages": messages}))
 
 
 @contextmanager
-def engine() -> Iterator[str]:
+def engine() -> Iterator[list[str]]:
     command = [sys.executable, __file__, "--role", "engine"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         try:
-            yield process.stdout.readline().strip()
+            yield process.stdout.readline().split()
         finally:
             process.kill()
 
 
-def figure(contender: str, target: str, arguments: argparse.Namespace) -> dict[str, Any]:
-    words = ["--role", contender, "--target", target, "--streams", arguments.streams, "--tokens", arguments.tokens]
+def figure(contender: str, targets: Sequence[str], arguments: argparse.Namespace) -> dict[str, Any]:
+    words = ["--role", contender, "--streams", arguments.streams, "--tokens", arguments.tokens, "--targets", *targets]
     command = [sys.executable, __file__, *map(str, words)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=STEP_LIMIT_S, check=True)
     found: dict[str, Any] = json.loads(done.stdout)
@@ -172,25 +193,25 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=200)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--role", default="bench", help=argparse.SUPPRESS)
-    parser.add_argument("--target", default="", help=argparse.SUPPRESS)
+    parser.add_argument("--targets", nargs="*", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
     if arguments.role == "engine":
         return uvloop.run(run_engine())
     if arguments.role in CONTENDERS:
-        return uvloop.run(read(arguments.role, arguments.target, arguments.streams, arguments.tokens))
+        return uvloop.run(read(arguments.role, arguments.targets, arguments.streams, arguments.tokens))
     taken: dict[str, list[float]] = {name: [] for name in CONTENDERS}
-    with engine() as target:
+    with engine() as targets:
         for _ in range(arguments.rounds):
             for name, times in taken.items():
-                found = figure(name, target, arguments)
+                found = figure(name, targets, arguments)
                 assert found["messages"] == arguments.streams * (arguments.tokens + 1), found
                 times.append(found["us"])
     result = {name: {"us_a_message": statistics.median(times)} for name, times in taken.items()}
     for name, found in result.items():
         ratio = statistics.median(own / bare for own, bare in zip(taken[name], taken["alone"], strict=True))
         found["to_alone"] = ratio
-        print(f"{name:8} {found['us_a_message']:7.1f} µs of CPU a message  {ratio:5.2f}x")
+        print(f"{name:10} {found['us_a_message']:7.1f} µs of CPU a message  {ratio:5.2f}x")
     OUT.parent.mkdir(parents=True, exist_ok=True)
     OUT.write_text(json.dumps(result, indent=2))
     return None

@@ -8,9 +8,11 @@ from typing import Any
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvherd.core.errors import ModelUnknown
-from kvherd.core.fleet.keyring import Keyring
-from kvherd.core.fleet.roster import Roster
-from kvherd.core.ids import RequestId
+from kvherd.core.fleet.fanout import FanoutReport, Outcome, WorkerResult
+from kvherd.core.fleet.keyring import DataKey, Keyring, key_digest
+from kvherd.core.fleet.roster import Member, Roster
+from kvherd.core.fleet.truth import Verdict
+from kvherd.core.ids import RequestId, WorkerId
 from kvherd.ports.completions import Usage
 from kvherd.services.gateway.access import AccessLog
 from kvherd.services.gateway.admission import Admission
@@ -28,14 +30,14 @@ class Certificate:
         return 2.0
 
 
-def whole() -> GatewayMetrics:
+def whole(roster: Roster | None = None, keyring: Keyring | None = None) -> GatewayMetrics:
     """As a gateway has them that was given everything."""
-    metrics = GatewayMetrics()
-    metrics.watch(Roster(), lambda _: KvView("live"), lambda: 0.0)
-    metrics.watch_keys(Keyring())
+    metrics, roster = GatewayMetrics(), roster or Roster()
+    metrics.watch(roster, lambda _: KvView("live"), lambda: 0.0)
+    metrics.watch_keys(keyring or Keyring())
     metrics.watch_admission(Admission())
     metrics.watch_certificate(Certificate())  # type: ignore[arg-type]
-    metrics.watch_worker_certificates(Certificate(), Roster())  # type: ignore[arg-type]
+    metrics.watch_worker_certificates(Certificate(), roster)  # type: ignore[arg-type]
     metrics.watch_config(lambda: "")
     return metrics
 
@@ -68,6 +70,82 @@ def test_the_board_asks_for_what_there_is_and_leaves_nothing_out() -> None:
     for query in queries(board):
         for name in re.findall(r"\b(kvherd_\w+_total)\b", query):
             assert f"rate({name}" in query, f"{name} is a counter"
+
+
+FUNCTIONS = frozenset({"sum", "max", "min", "rate", "histogram_quantile", "time", "vector"})
+WORDS = frozenset({"by", "or", "le"})
+OF_PROMETHEUS = frozenset({"instance", "job", "le"})
+
+
+def labels() -> dict[str, set[str]]:
+    """Name as a query has it → the labels that its samples have, once everything has happened."""
+    told: dict[str, set[str]] = {}
+    for family in text_string_to_metric_families(busy().text().decode()):
+        for sample in family.samples:
+            told.setdefault(sample.name, set()).update(sample.labels)
+    return told
+
+
+def busy() -> GatewayMetrics:
+    """After one of everything."""
+    roster, keyring, ann = Roster(), Keyring(), WorkerId("https://ann:1")
+    roster.join(Member(ann))
+    keyring.replace([DataKey("web", key_digest("k"))])
+    metrics = whole(roster, keyring)
+    done = WorkerResult(ann, "vllm-http", Outcome.DONE, "", 0.1)
+    metrics.ended(ann, "m", "answered", 0.1)
+    metrics.used(ann, "m", Usage(prompt_tokens=7, cached_tokens=None, completion_tokens=5), 0.04)
+    metrics.cached(ann, 1, 1)
+    metrics.judged(ann, Verdict.RIGHT)
+    metrics.healed(ann, "report")
+    metrics.flushed(FanoutReport((done,)))
+    metrics.held("m", 0.1)
+    metrics.refused("model_not_found")
+    metrics.tls_refused("left")
+    for count in (metrics.retried, metrics.sampled, metrics.rebuilt):
+        count(ann)
+    return metrics
+
+
+def test_every_query_of_the_board_can_be_asked_and_can_be_answered() -> None:
+    """Brackets close, functions exist, and no label is asked for, or shown in a legend, that a metric does not have."""
+    board = json.loads((DOCS / "dashboards/grafana.json").read_text())
+    had, seen = labels(), 0
+    for target in targets(board):
+        query = target["expr"]
+        bare = re.sub(r'"[^"]*"|\[\w+\]', "", query)
+        for opens, closes in ("()", "{}", "[]"):
+            assert query.count(opens) == query.count(closes), query
+        assert set(re.findall(r"(\w+)\s*\(", bare)) <= FUNCTIONS | WORDS, query
+        asked = re.findall(r"(kvherd_\w+)(?:\{([^}]*)\})?", query)
+        assert asked, query
+        for name, matchers in asked:
+            assert name in had, f"{name} has no sample, whatever happens"
+            wanted = set(re.findall(r"(\w+)\s*[=!]~?", matchers))
+            assert "instance" in wanted, f"{query}: of which gateway?"
+            assert wanted <= had[name] | OF_PROMETHEUS, query
+        grouped = [set(one.replace(" ", "").split(",")) for one in re.findall(r"\bby \(([^)]*)\)", query)]
+        for kept in grouped:
+            assert kept <= set().union(*(had[name] for name, _ in asked)), query
+        known = set().union(*grouped) if grouped or "sum(" in query else had[asked[0][0]] | OF_PROMETHEUS
+        assert set(re.findall(r"\{\{(\w+)\}\}", target["legendFormat"])) <= known, query
+        seen += 1
+    assert seen > 40
+
+
+def targets(node: Any) -> list[dict[str, str]]:
+    if isinstance(node, dict):
+        return [node] if "expr" in node else [found for inner in node.values() for found in targets(inner)]
+    return [found for inner in node for found in targets(inner)] if isinstance(node, list) else []
+
+
+def test_a_board_s_variables_are_labels_that_there_are() -> None:
+    board, had = json.loads((DOCS / "dashboards/grafana.json").read_text()), labels()
+    queries_of = [one["query"] for one in board["templating"]["list"] if one["type"] == "query"]
+    for query in queries_of:
+        name, label = re.fullmatch(r"label_values\((\w+), (\w+)\)", query).groups()  # type: ignore[union-attr]
+        assert label in had[name] | OF_PROMETHEUS
+    assert len(queries_of) == 2
 
 
 def test_what_is_refused_is_counted_by_the_code_of_its_error() -> None:
