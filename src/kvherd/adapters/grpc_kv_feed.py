@@ -13,6 +13,7 @@ import grpc
 import grpc.aio
 from smg_grpc_proto.generated import common_pb2 as pb
 
+from kvherd.adapters.addresses import addresses_of
 from kvherd.adapters.tls import ClientTls
 from kvherd.core.ids import Epoch, Rank
 from kvherd.core.kv.stream import BatchUntranslatable, EventsUnsupported, StreamBroken, StreamUntranslatable
@@ -56,6 +57,7 @@ class GrpcKvFeed:
         """Nothing is held between subscriptions."""
 
     async def subscribe(self, cursors: dict[Rank, int], epoch: Epoch | None) -> AsyncGenerator[FeedItem, None]:
+        await self._look_where()
         start, metadata = encode_subscribe(cursors, epoch)
         request = pb.SubscribeKvEventsRequest(start_sequence_number=start)
         async with self._channel() as channel:
@@ -74,6 +76,14 @@ class GrpcKvFeed:
             finally:
                 call.cancel()
         raise StreamBroken("the server ended the stream")
+
+    async def _look_where(self) -> None:
+        """grpc looks names up by itself: what it would reach is looked at first."""
+        host, _, port = self.target.rpartition(":")
+        try:
+            await addresses_of(asyncio.get_running_loop(), host.strip("[]"), int(port))
+        except OSError as error:
+            raise StreamBroken(f"it cannot be reached: {error.strerror or error}") from None
 
     async def _call(
         self, channel: grpc.aio.Channel, request: pb.SubscribeKvEventsRequest, metadata: Iterable[tuple[str, str]]

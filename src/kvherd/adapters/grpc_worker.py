@@ -9,6 +9,7 @@ import grpc
 import msgspec
 from smg_grpc_proto.generated import common_pb2
 
+from kvherd.adapters.addresses import addresses_of
 from kvherd.adapters.grpc_channel import connect, grpc_target, open_channel, rpc_errors
 from kvherd.adapters.grpc_dialects import SGLANG, find_dialect
 from kvherd.adapters.grpc_generations import GrpcGenerations, ModelTraits
@@ -70,6 +71,7 @@ class GrpcWorker:
 
     async def detect(self) -> WorkerFacts:
         """Also fetches what generations need, so that the first request does not wait for it."""
+        await self._look_where()
         facts, traits = await self._facts()
         if traits is not None:
             tokenizer = await tokenizer_over(self._channel, self._id)
@@ -78,6 +80,16 @@ class GrpcWorker:
             with contextlib.suppress(OSError):  # a request will say so, and be tried elsewhere
                 await self._wires.warm()
         return facts
+
+    async def _look_where(self) -> None:
+        """grpc looks names up by itself: what it would reach is looked at first."""
+        host, _, port = grpc_target(self._target)[0].rpartition(":")
+        if not port.isdigit():
+            return
+        try:
+            await addresses_of(asyncio.get_running_loop(), host.strip("[]"), int(port))
+        except OSError as error:
+            raise WorkerUnreachable(self._id, str(error.strerror or error)) from None
 
     async def identify(self) -> WorkerFacts:
         """As `detect`, for those who generate nothing here."""

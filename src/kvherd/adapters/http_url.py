@@ -1,10 +1,10 @@
 """Which base URLs name a worker."""
 
-import ipaddress
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
 from kvherd.core.errors import OptionInvalid
+from kvherd.core.fleet.link_local import is_link_local
 
 _OPTION = "worker URL"
 
@@ -38,17 +38,7 @@ def http_address(url: str) -> HttpAddress:
         raise OptionInvalid(_OPTION, f"{url!r}: only a host, a port and a path are allowed")
     if port == 0:
         raise OptionInvalid(_OPTION, f"{url!r}: port 0 is none")
-    _refuse_link_local(url, host)
+    if is_link_local(host):
+        raise OptionInvalid(_OPTION, f"{url!r}: link-local addresses are refused")
     tls = parts.scheme == "https"
     return HttpAddress(host, port or (443 if tls else 80), parts.path.rstrip("/"), tls)
-
-
-def _refuse_link_local(url: str, host: str) -> None:
-    """Such addresses reach a cloud's own metadata service, never an engine."""
-    try:
-        address = ipaddress.ip_address(host.partition("%")[0])
-    except ValueError:
-        return
-    mapped = getattr(address, "ipv4_mapped", None)
-    if (mapped or address).is_link_local:
-        raise OptionInvalid(_OPTION, f"{url!r}: link-local addresses are refused")

@@ -1,10 +1,11 @@
 """TLS by files that may change: certificates are renewed while a gateway runs, and old connections live on."""
 
 import asyncio
+import contextlib
 import logging
 import ssl
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -13,6 +14,7 @@ from urllib.parse import urlsplit
 
 import grpc
 
+from kvherd.adapters.addresses import addresses_of
 from kvherd.core.errors import FrameInvalid, OptionInvalid
 from kvherd.wire.certificate import expires_at
 
@@ -283,6 +285,7 @@ def trusting_this_machine() -> ClientTls:
 
 
 _Made = TypeVar("_Made", bound=asyncio.Protocol)
+_Reached = TypeVar("_Reached")
 
 
 async def connected(
@@ -299,15 +302,15 @@ async def connected(
     A server that does not say over TLS that it speaks HTTP/2 is not spoken to in it.
     """
     if tls is None:
-        _, made = await loop.create_connection(make, host, port)
-        return made
-    transport, made = await loop.create_connection(
-        make,
+        return (await _reached(loop, host, port, lambda address: loop.create_connection(make, address, port)))[1]
+    context, server_name = tls.context(protocol), tls.server_name or host
+    transport, made = await _reached(
+        loop,
         host,
         port,
-        ssl=tls.context(protocol),
-        server_hostname=tls.server_name or host,
-        ssl_shutdown_timeout=_FAREWELL_S,
+        lambda address: loop.create_connection(
+            make, address, port, ssl=context, server_hostname=server_name, ssl_shutdown_timeout=_FAREWELL_S
+        ),
     )
     session = transport.get_extra_info("ssl_object")
     tls.saw(host, port, session.getpeercert() or {})
@@ -315,6 +318,17 @@ async def connected(
         transport.abort()
         raise OSError("it does not speak HTTP/2 over TLS (no h2 in ALPN), which gRPC needs")
     return made
+
+
+async def _reached(
+    loop: asyncio.AbstractEventLoop, host: str, port: int, reach: Callable[[str], Awaitable[_Reached]]
+) -> _Reached:
+    """At the first of its addresses that answers."""
+    *others, last = await addresses_of(loop, host, port)
+    for address in others:
+        with contextlib.suppress(OSError):
+            return await reach(address)
+    return await reach(last)
 
 
 def why_untrusted(error: OSError) -> str:

@@ -7,6 +7,7 @@ from typing import Final
 from urllib.parse import urlsplit
 
 from kvherd.core.errors import OperatorError, OptionInvalid
+from kvherd.core.fleet.link_local import is_link_local
 from kvherd.core.ids import WorkerId
 
 GRPC: Final = ("grpc://", "grpcs://")
@@ -147,7 +148,7 @@ def normal_url(url: str, field: str, *, schemes: tuple[str, ...] = SCHEMES) -> s
         raise OptionInvalid(field, problem)
     if parts.scheme in ("grpc", "grpcs") and port is None:
         raise OptionInvalid(field, f"{url!r} names no port")
-    if host.startswith(("169.254.", "fe80:")):
+    if is_link_local(host):
         raise OptionInvalid(field, f"{host} is a link-local address, which no worker may have")
     named = f"[{host}]" if ":" in host else host
     return f"{parts.scheme}://{named}{f':{port}' if port else ''}{parts.path.rstrip('/')}"
