@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import json
 import logging
+import socket
 import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -121,6 +122,54 @@ async def test_what_comes_with_the_handshake_s_last_bytes_is_not_lost(tmp_path: 
                     except ssl.SSLWantReadError:
                         into.write(await reader.read(65536))
                 writer.transport.abort()
+
+
+@pytest.mark.parametrize("loop", [asyncio.new_event_loop, uvloop.new_event_loop])
+def test_a_hello_that_is_there_before_anybody_looks_is_not_lost(
+    tmp_path: Path, loop: Callable[[], asyncio.AbstractEventLoop]
+) -> None:
+    """The clients connect and greet while the loop does nothing else, as on a machine that has much to do."""
+    files = Authority().issue(tmp_path, "gateway")
+
+    async def many() -> None:
+        async with relay(files) as (server, told), asyncio.timeout(PATIENCE_S):
+            for _ in range(4):
+                greeted = [greeting(server.port, context_of(files)) for _ in range(4)]
+                for session in greeted:
+                    assert b"proto=https" in await asyncio.to_thread(session)
+            assert told == []
+
+    with asyncio.Runner(loop_factory=loop) as runner:
+        runner.run(many())
+
+
+def greeting(port: int, context: ssl.SSLContext) -> Callable[[], bytes]:
+    """Connect and say hello, blocking; what is returned goes on from there, asks, and returns the answer."""
+    connection = socket.create_connection(("127.0.0.1", port), timeout=PATIENCE_S)
+    into, out = ssl.MemoryBIO(), ssl.MemoryBIO()
+    session = context.wrap_bio(into, out, server_hostname="127.0.0.1")
+    with contextlib.suppress(ssl.SSLWantReadError):
+        session.do_handshake()
+    connection.sendall(out.read())
+
+    def exchange() -> bytes:
+        with connection:
+            asked, got = False, b""
+            while b"proto=https" not in got:
+                try:
+                    if not asked:
+                        session.do_handshake()
+                        session.write(ASK)
+                        asked = True
+                        connection.sendall(out.read())
+                    got += session.read(65536)
+                except ssl.SSLWantReadError:
+                    data = connection.recv(65536)
+                    assert data, "it was closed"
+                    into.write(data)
+            return got
+
+    return exchange
 
 
 async def test_who_fails_at_the_handshake_is_counted_by_why_and_told_of_once(

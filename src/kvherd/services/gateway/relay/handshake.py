@@ -55,12 +55,11 @@ class Handshakes:
         """What a new connection begins with; `make` is what it goes on with, once it is secured."""
         return _Arrived(self, make)
 
-    def begin(self, transport: asyncio.Transport, make: Callable[[], asyncio.Protocol]) -> None:
+    def begin(self, arrived: "_Arrived", transport: asyncio.Transport, make: Callable[[], asyncio.Protocol]) -> None:
         if len(self._under_way) >= self._at_most:
             transport.abort()
             return
-        transport.pause_reading()
-        task = self._group.create_task(self._greet(transport, make))
+        task = self._group.create_task(self._greet(arrived, transport, make))
         self._under_way.add(task)
         task.add_done_callback(self._under_way.discard)
 
@@ -68,8 +67,15 @@ class Handshakes:
         for task in self._under_way:
             task.cancel()
 
-    async def _greet(self, transport: asyncio.Transport, make: Callable[[], asyncio.Protocol]) -> None:
+    async def _greet(
+        self, arrived: "_Arrived", transport: asyncio.Transport, make: Callable[[], asyncio.Protocol]
+    ) -> None:
         loop, early = asyncio.get_running_loop(), _Early()
+        if transport.is_closing():
+            self._tell(ConnectionResetError("it left"), transport.get_extra_info("peername"))
+            return
+        # Runs once start_tls has put its protocol in place and paused reading, and before it lets reading go on.
+        loop.call_soon(arrived.pass_on, transport)
         try:
             secured = await loop.start_tls(
                 transport, early, self._context, server_side=True, ssl_handshake_timeout=self._within_s
@@ -92,12 +98,31 @@ class Handshakes:
 
 
 class _Arrived(asyncio.Protocol):
+    """Keeps what comes before the handshake has begun: uvloop reads as soon as this has returned from
+    `connection_made`, paused or not, and a client's hello may be there already.
+    """
+
     def __init__(self, handshakes: Handshakes, make: Callable[[], asyncio.Protocol]) -> None:
         self._handshakes = handshakes
         self._make = make
+        self._came: list[bytes] = []
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._handshakes.begin(cast("asyncio.Transport", transport), self._make)
+        self._handshakes.begin(self, cast("asyncio.Transport", transport), self._make)
+
+    def data_received(self, data: bytes) -> None:
+        self._came.append(data)
+
+    def pass_on(self, transport: asyncio.Transport) -> None:
+        """Give the transport's protocol what came, as if the transport had read it now."""
+        protocol = cast("asyncio.BufferedProtocol", transport.get_protocol())
+        left = b"".join(self._came)
+        while left:
+            room = memoryview(protocol.get_buffer(len(left)))
+            taken = min(len(room), len(left))
+            room[:taken] = left[:taken]
+            protocol.buffer_updated(taken)
+            left = left[taken:]
 
 
 class _Early(asyncio.Protocol):
