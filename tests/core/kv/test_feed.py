@@ -537,6 +537,26 @@ def test_an_answer_that_is_a_batch_ahead_is_a_doubt_until_that_comes() -> None:
     assert feed.doubt == ""
 
 
+def test_an_answer_further_ahead_loses_nothing_that_comes_over_the_connection() -> None:
+    """1. A quiet publisher is asked. 2. It has sent three batches by then and keeps two. 3. All three are queued."""
+    for feed in (linked(0, 1), begun(0, 1)):
+        feed.handle(Idle())
+        assert feed.handle(Replayed(frames(3, 4), ended=True)) == []
+        assert feed.doubt == "its replay begins after what was received, and that does not come"
+        feed.handle(Received(frame(1)))
+        assert [forwarded(feed.handle(Received(frame(number)))) for number in (2, 3, 4)] == [[2], [3], [4]]
+        assert feed.doubt == ""
+
+
+def test_what_a_later_answer_begins_after_too_is_lost() -> None:
+    feed = linked(0, 1)
+    feed.handle(Idle())
+    feed.handle(Replayed(frames(3, 4), ended=True))
+    feed.handle(Idle())
+    end, _ = feed.handle(Replayed(frames(3, 4), ended=True))
+    assert end == EndLife("batches 2 to 2 are lost and its replay begins after them")
+
+
 def test_a_last_batch_that_was_lost_and_cannot_be_proved_ends_the_life() -> None:
     feed = linked(0, 1)
     feed.handle(Idle())

@@ -30,7 +30,8 @@ from kvherd.testing.tokenizer import ByteTokenizer
 
 pytestmark = pytest.mark.net
 
-FAST = RelayOptions(probe_s=0.05, replay_silence_s=0.3)
+FAST = RelayOptions(probe_s=0.5, replay_silence_s=0.3)
+"""While it is asked whether that was all, what a worker says waits: not between any two requests here."""
 CONVERSATIONS = [f"Conversation {name}: " + f"what would {name} say? " * 8 for name in ("ann", "bob", "cat")]
 
 

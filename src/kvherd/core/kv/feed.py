@@ -101,8 +101,10 @@ class RankFeed:
 
     @property
     def unproved(self) -> str:
-        """Why what was forwarded may be of a publisher that is gone by now; empty if there is no reason to think so."""
-        if self._cursor.last in (None, BIRTH):
+        """Why nothing is known, or what was forwarded may be of a publisher that is gone; empty if neither is so."""
+        if self._cursor.last is None:
+            return self.doubt
+        if self._cursor.last == BIRTH:
             return ""
         if self._cut or self._unproved:
             return self._cut or "its connection was made anew and is not proved yet"
@@ -229,14 +231,12 @@ class RankFeed:
 
     def _begins_after(self, before: int, first: int) -> list[Instruction]:
         """Nothing in the answer proves that it is of this life, for its publisher keeps no more."""
+        if self._held is None and not self._behind and (self._linked or not self._unproved):
+            self._behind = True  # those between are on their way over the connection, or the next answer decides
+            return []
         if first > before + 1:
             lost = f"batches {before + 1} to {first - 1} are lost and its replay begins after them"
             return self._new_life(lost, self._held)
-        if self._linked and self._held is None and not self._behind:
-            self._behind = (
-                True  # the frame is on its way over the connection that is proved, or the next answer decides
-            )
-            return []
         return self._new_life(f"its replay begins with batch {first}, which proves nothing", self._held)
 
     def _contradicted(self, frames: tuple[Frame, ...]) -> bool:

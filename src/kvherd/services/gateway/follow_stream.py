@@ -41,8 +41,8 @@ class Following:
 
     @property
     def whole(self) -> bool:
-        """No snapshot is under way."""
-        return not self._chunks
+        """No snapshot is under way, or still to come: only a foreign stream begins without one."""
+        return not self._chunks and (self.epoch is None or bool(self._cursors))
 
     @property
     def ranks(self) -> set[Rank]:

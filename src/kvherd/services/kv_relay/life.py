@@ -50,7 +50,6 @@ class Life:
                     raise ResumeOutOfRange(f"batches of rank {rank} after {cursor} are no longer kept", self.epoch)
                 case Future():
                     raise ResumeOutOfRange(f"rank {rank} sent no batch {cursor} in this epoch", self.epoch)
-        self.told = True
         return Subscription(self, places, proved)
 
     def _places(self, start: int, cursors: Mapping[Rank, int]) -> dict[Rank, int]:
@@ -76,11 +75,6 @@ class Subscription:
         self._life = life
         self._places = places
         self._proved = proved
-        self._snapshots: list[Iterator[SnapshotChunk]] = []
-        for rank, history in life.histories.items():
-            if rank not in places:
-                self._snapshots.append(history.snapshot())
-                places[rank] = history.last
 
     @property
     def epoch(self) -> Epoch:
@@ -90,12 +84,14 @@ class Subscription:
         while not self._proved():
             self._check()
             await self._life.news()
-        while self._snapshots:
-            for chunk in self._snapshots[0]:
+        self._life.told = True
+        snapshots = self._snapshots()
+        while snapshots:
+            for chunk in snapshots[0]:
                 self._check()
                 yield chunk
                 await asyncio.sleep(0)  # a chunk takes some milliseconds to make, and there may be hundreds
-            del self._snapshots[0]
+            del snapshots[0]
         while True:
             self._check()
             batch = self._next()
@@ -104,12 +100,22 @@ class Subscription:
             else:
                 yield batch
 
+    def _snapshots(self) -> list[Iterator[SnapshotChunk]]:
+        """Of the ranks that have no place yet, all of this moment: batches go on after them."""
+        told = []
+        for rank, history in self._life.histories.items():
+            if rank not in self._places:
+                told.append(history.snapshot())
+                self._places[rank] = history.last
+        return told
+
     def _check(self) -> None:
         """A life that is over ends every stream at once: what was not sent yet is void too."""
         if self._life.end is not None:
             raise copy.copy(self._life.end)
-        for rank, history in self._life.histories.items():
-            if not history.keeps_after(self._places[rank]):
+        for rank, place in self._places.items():
+            history = self._life.histories[rank]
+            if not history.keeps_after(place):
                 reason = f"events worth more than {history.limit_tokens} tokens waited to be read, the limit here"
                 raise SubscriberTooSlow(reason)
 

@@ -41,6 +41,9 @@ log = logging.getLogger(__name__)
 _CALM_S = 0.05
 """What was taken back is told again once nothing came for so long that speaks against it."""
 
+_DOUBT_TURNS = 8
+"""A loop that stood still finds its timers due before the answers that came meanwhile: that costs one turn of these."""
+
 
 @dataclass(frozen=True, slots=True)
 class RelayOptions:
@@ -141,11 +144,11 @@ class KvRelay:
         return self._life.begin(start_sequence_number, cursors or {}, epoch, proved=self._proved)
 
     def _proved(self) -> bool:
-        """Whether nothing says that what is known is of an engine that is gone.
+        """Whether something is known, and nothing says that it is of an engine that is gone.
 
         Whoever was told it may keep it for `doubt_s`; whoever comes meanwhile waits.
         """
-        return not any(line.unproved for line in self._lines.values())
+        return not any(line.unproved or line.feed.unproved for line in self._lines.values())
 
     def rank_started(self, rank: Rank) -> None:
         """Say that the rank's process is a new one: what it published before is void. Call it after a restart."""
@@ -223,10 +226,17 @@ class KvRelay:
         if was_unproved and not line.unproved:
             self._life.tell()
         if line.feed.doubt and line.doubt_ends is None and not line.taken_back:
-            line.doubt_ends = asyncio.get_running_loop().call_later(self._options.doubt_s, self._take_back, line)
+            self._doubt(line, _DOUBT_TURNS)
         elif not line.feed.doubt and line.doubt_ends is not None:
             line.doubt_ends.cancel()
             line.doubt_ends = None
+
+    def _doubt(self, line: _RankLine, turns: int) -> None:
+        if turns:
+            turn_s = self._options.doubt_s / _DOUBT_TURNS
+            line.doubt_ends = asyncio.get_running_loop().call_later(turn_s, self._doubt, line, turns - 1)
+        else:
+            self._take_back(line)
 
     def _take_back(self, line: _RankLine) -> None:
         """End every stream, and accept none until the doubt is over. What is known is kept: it may prove true."""
