@@ -25,7 +25,7 @@ setup: $(STAMP) ## Create .venv with the locked dependencies (every other target
 test: check ## Every check, then all tests; ARGS='-k name' for some of them
 	$(BIN)/python -m pytest $(ARGS)
 
-test-soak: $(STAMP) ## What takes minutes: a subscriber that stands still for one, under load
+test-soak: $(STAMP) ## What takes minutes: a gateway at full load for ten with every fault, subscribers that stand still (KVHERD_SOAK_S=60)
 	$(BIN)/python -m pytest -m soak $(ARGS)
 
 test-smg: $(STAMP) $(SMG)/.installed ## Our engine as the worker of a stock SMG gateway, installed into .venv-smg

@@ -1,6 +1,7 @@
 """HTTP/1.1 by hand over real sockets: a client that reads answers, and a server that does what a test says."""
 
 import asyncio
+import socket
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -21,14 +22,27 @@ class RawAnswer:
 
 
 class RawClient:
-    """One connection to a server on loopback. Every read has a deadline."""
+    """One connection to a server on loopback. Every read has a deadline.
 
-    def __init__(self, port: int, *, read_limit_bytes: int = 2**16) -> None:
+    `kernel_bytes` is what the system may receive for it before anybody reads; by itself it takes megabytes.
+    """
+
+    def __init__(self, port: int, *, read_limit_bytes: int = 2**16, kernel_bytes: int | None = None) -> None:
         self._port = port
         self._limit = read_limit_bytes
+        self._kernel_bytes = kernel_bytes
 
     async def __aenter__(self) -> Self:
-        self.reader, self.writer = await asyncio.open_connection("127.0.0.1", self._port, limit=self._limit)
+        own = socket.socket()
+        own.setblocking(False)
+        if self._kernel_bytes is not None:
+            own.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, self._kernel_bytes)
+        try:
+            await asyncio.get_running_loop().sock_connect(own, ("127.0.0.1", self._port))
+            self.reader, self.writer = await asyncio.open_connection(sock=own, limit=self._limit)
+        except BaseException:
+            own.close()
+            raise
         return self
 
     async def __aexit__(
@@ -44,8 +58,12 @@ class RawClient:
         self.send(data)
         return await self.answer()
 
-    async def answer(self, *, to_head: bool = False) -> RawAnswer:
-        async with asyncio.timeout(DEADLINE_S):
+    async def answer_to(self, data: bytes, *, within_s: float) -> RawAnswer:
+        self.send(data)
+        return await self.answer(within_s=within_s)
+
+    async def answer(self, *, to_head: bool = False, within_s: float = DEADLINE_S) -> RawAnswer:
+        async with asyncio.timeout(within_s):
             return await self._answer(to_head=to_head)
 
     async def ended(self) -> bytes:
@@ -179,11 +197,11 @@ def chunk(data: bytes) -> bytes:
     return b"%x\r\n%b\r\n" % (len(data), data)
 
 
-async def until(condition: Callable[[], bool], what: str) -> None:
+async def until(condition: Callable[[], bool], what: str, within_s: float = DEADLINE_S) -> None:
     """Wait until it holds; fail by name if it does not in time."""
     try:
-        async with asyncio.timeout(DEADLINE_S):
+        async with asyncio.timeout(within_s):
             while not condition():  # noqa: ASYNC110 - what is waited for may be the kernel's or another process's
                 await asyncio.sleep(0.005)
     except TimeoutError:
-        raise AssertionError(f"in {DEADLINE_S:g} s it never came true that {what}") from None
+        raise AssertionError(f"in {within_s:g} s it never came true that {what}") from None

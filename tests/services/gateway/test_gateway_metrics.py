@@ -39,6 +39,7 @@ def whole(roster: Roster | None = None, keyring: Keyring | None = None) -> Gatew
     metrics.watch_certificate(Certificate())  # type: ignore[arg-type]
     metrics.watch_worker_certificates(Certificate(), roster)  # type: ignore[arg-type]
     metrics.watch_config(lambda: "")
+    metrics.watch_process(lambda: 7, lambda: 2)
     return metrics
 
 

@@ -178,6 +178,13 @@ class GatewayMetrics:
         )
         held.set_function(lambda: admission.held)
 
+    def watch_process(self, tasks: Callable[[], int], connections: Callable[[], int]) -> None:
+        """Show what must not grow while the load does not."""
+        own = Gauge("kvherd_gateway_tasks", "Of the event loop, at this moment", registry=self._registry)
+        own.set_function(tasks)
+        clients = Gauge("kvherd_gateway_client_connections", "Open at this moment", registry=self._registry)
+        clients.set_function(connections)
+
     def watch_keys(self, keyring: Keyring) -> None:
         """Show what every data key uses whenever the metrics are read."""
         self._registry.register(_KeyCollector(keyring))
