@@ -205,8 +205,7 @@ class Gateway:
             tls_refused=metrics.tls_refused,
         )
         self._relay = await stack.enter_async_context(relay)
-        loop = asyncio.get_running_loop()
-        metrics.watch_process(lambda: len(asyncio.all_tasks(loop)), lambda: relay.connections)
+        metrics.watch_process(lambda: len(asyncio.all_tasks()), lambda: relay.connections)
 
     async def _staff(
         self, stack: AsyncExitStack, fleet: Fleet, keyring: Keyring, late: LateBinding
