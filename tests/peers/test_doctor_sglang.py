@@ -11,7 +11,7 @@ from kvherd.testing.doctors import OWN, PROBLEM, UNKNOWN, WARNING, Told, examine
 from kvherd.testing.processes import free_ports
 from kvherd.testing.stock_engines import StockServer, sglang
 
-pytestmark = [pytest.mark.peers, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.peers, pytest.mark.timeout(1200)]
 
 
 # As seen with 0.5.23: a content of parts gives it other tokens, and its /tokenize takes no prefilled answer.

@@ -13,7 +13,7 @@ from kvherd.testing.doctors import OWN, PROBLEM, UNKNOWN, WARNING, examined, mod
 from kvherd.testing.processes import free_ports
 from kvherd.testing.stock_engines import StockServer, vllm
 
-pytestmark = [pytest.mark.peers, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.peers, pytest.mark.timeout(1200)]
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from kvherd.testing.processes import free_ports
 from kvherd.testing.stock_engines import StockServer, sglang
 from kvherd.testing.stock_ranks import StockTalks
 
-pytestmark = [pytest.mark.peers, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.peers, pytest.mark.timeout(1200)]
 
 
 @pytest.fixture(scope="class")

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from kvherd.testing.processes import OwnedProcess
-from kvherd.testing.stock_engines import StockEngine, StockServer, model_directory
+from kvherd.testing.stock_engines import READY_S, StockEngine, StockServer, model_directory
 
 DOCTOR_S = 140.0
 PROBLEM, WARNING, UNKNOWN = "problem", "warning", "unknown"
@@ -48,7 +48,7 @@ def examined(url: str, *words: str, key: str = "") -> Told:
 def running(server: StockServer) -> Iterator[StockServer]:
     """The stock server, answering."""
     with ExitStack() as stack:
-        StockEngine(server, stack.enter_context).await_ready()
+        StockEngine(server, stack.enter_context).await_ready(within_s=READY_S * server.ranks)
         yield server
 
 
