@@ -255,11 +255,11 @@ async def test_a_conversation_goes_on_where_it_is_kept() -> None:
         responses = it.client.responses
         for _ in range(4):
             first = await responses.with_raw_response.create(model="m", input="hello")
-            holder = it.at(first.headers["x-kvherd-worker"])
+            keeper = it.at(first.headers["x-kvherd-worker"])
             past = first.parse()
             for _ in range(3):
                 later = await responses.with_raw_response.create(model="m", input="and?", previous_response_id=past.id)
-                assert it.at(later.headers["x-kvherd-worker"]) is holder
+                assert it.at(later.headers["x-kvherd-worker"]) is keeper
                 past = later.parse()
             assert (await responses.retrieve(past.id)).id == past.id
             assert (await responses.cancel(past.id)).status == "cancelled"

@@ -65,7 +65,7 @@ TABLE: dict[type[errors.KvherdError], Status] = {
     refusals.GatewayBusy: Status(429, "RESOURCE_EXHAUSTED", "rate_limit_error", "gateway_busy"),
     refusals.WaitedInVain: Status(503, "UNAVAILABLE", "server_error", "waited_in_vain"),
     refusals.NameUnknown: Status(404, "NOT_FOUND", "invalid_request_error", "not_found"),
-    refusals.HolderSilent: Status(503, "UNAVAILABLE", "server_error", "holder_silent"),
+    refusals.KeeperSilent: Status(503, "UNAVAILABLE", "server_error", "keeper_silent"),
     refusals.DescriptorsExhausted: Status(503, "UNAVAILABLE", "server_error", "descriptors_exhausted"),
     errors.NoWorker: Status(503, "UNAVAILABLE", "server_error", "no_worker"),
     stream.EventsUnsupported: Status(501, "UNIMPLEMENTED", "server_error", "kv_events_unsupported"),

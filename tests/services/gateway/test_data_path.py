@@ -113,12 +113,12 @@ class Herd:
         body: object,
         path: str = "/v1/completions",
         headers: tuple[tuple[bytes, bytes], ...] = (),
-        holder: WorkerId | None = None,
+        keeper: WorkerId | None = None,
     ) -> FakeResponder:
         responder = FakeResponder()
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
         request = DataRequest("POST", path, "", list(headers), data, "127.0.0.1", RequestId("r"))
-        await self.path(request, responder, holder)
+        await self.path(request, responder, keeper)
         return responder
 
     def member(self, worker: WorkerId) -> Member:
@@ -352,15 +352,15 @@ async def test_a_stored_conversation_is_never_tried_twice() -> None:
 
 async def test_what_one_worker_keeps_is_asked_of_no_other() -> None:
     async with herd(fake(ANN), fake(BOB)) as it:
-        for holder in (ANN, BOB, BOB, BOB):
-            answer = await it.send({"model": "m", "input": "hi"}, path="/v1/responses", holder=holder)
-            assert answer.headers["x-kvherd-worker"] == holder
-            assert (await it.send(b"", path="/v1/responses/resp_1", holder=holder)).status == 200
+        for keeper in (ANN, BOB, BOB, BOB):
+            answer = await it.send({"model": "m", "input": "hi"}, path="/v1/responses", keeper=keeper)
+            assert answer.headers["x-kvherd-worker"] == keeper
+            assert (await it.send(b"", path="/v1/responses/resp_1", keeper=keeper)).status == 200
         it.member(BOB).draining = True
         with pytest.raises(NoWorker, match="is draining"):
-            await it.send(b"", path="/v1/responses/resp_1", holder=BOB)
+            await it.send(b"", path="/v1/responses/resp_1", keeper=BOB)
         with pytest.raises(BodyNotJson):
-            await it.send(b"", path="/v1/responses", holder=ANN)
+            await it.send(b"", path="/v1/responses", keeper=ANN)
 
 
 async def test_nobody_left_is_said_with_the_reasons() -> None:

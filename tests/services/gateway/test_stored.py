@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from kvherd.core.errors import FieldInvalid, WorkerFailed, WorkerUnreachable
-from kvherd.core.fleet.refusals import HolderSilent, NameUnknown
+from kvherd.core.fleet.refusals import KeeperSilent, NameUnknown
 from kvherd.core.fleet.spec import WorkerSpec
 from kvherd.core.ids import RequestId, WorkerId
 from kvherd.ports.worker import Call, Responder, WorkerFacts, WorkerKind
@@ -17,7 +17,7 @@ from kvherd.services.gateway.access import AccessLog
 from kvherd.services.gateway.fleet import Fleet
 from kvherd.services.gateway.metrics import GatewayMetrics
 from kvherd.services.gateway.relay.edge import DataHandler, DataRequest
-from kvherd.services.gateway.stored import at_holders
+from kvherd.services.gateway.stored import at_keepers
 from kvherd.testing.workers import FakeResponder, FakeWorker
 
 ANN, BOB, CAT = (WorkerId(f"http://{name}:1") for name in ("ann", "bob", "cat"))
@@ -55,11 +55,11 @@ class Inner:
     status: int = 200
     worker: WorkerId = ANN
     more: tuple[tuple[bytes, bytes], ...] = ()
-    holders: list[WorkerId | None] = field(default_factory=list)
+    keepers: list[WorkerId | None] = field(default_factory=list)
     requests: list[DataRequest] = field(default_factory=list)
 
-    async def __call__(self, incoming: DataRequest, responder: Responder, holder: WorkerId | None = None) -> None:
-        self.holders.append(holder)
+    async def __call__(self, incoming: DataRequest, responder: Responder, keeper: WorkerId | None = None) -> None:
+        self.keepers.append(keeper)
         self.requests.append(incoming)
         worker = (b"x-kvherd-worker", self.worker.encode())
         responder.start(self.status, [(b"content-type", self.type), worker, *self.more])
@@ -84,9 +84,9 @@ class Room:
         return responder
 
     @property
-    def holder(self) -> WorkerId | None:
+    def keeper(self) -> WorkerId | None:
         """That the data path was told last."""
-        return self.inner.holders[-1]
+        return self.inner.keepers[-1]
 
 
 @asynccontextmanager
@@ -104,14 +104,14 @@ async def room(*names: WorkerId, most_names: int = 100) -> AsyncIterator[Room]:
         for name in names:
             fleet.add(WorkerSpec(name))
         await asyncio.sleep(0.1)
-        handle = at_holders(inner, fleet, AccessLog(GatewayMetrics()), most_names=most_names)
+        handle = at_keepers(inner, fleet, AccessLog(GatewayMetrics()), most_names=most_names)
         yield Room(handle, inner, fleet, workers)
 
 
 async def test_what_is_not_stored_goes_by_untouched() -> None:
     async with room(ANN, BOB) as it:
         await it.post("/v1/chat/completions", previous_response_id="resp_1")
-        assert it.holder is None
+        assert it.keeper is None
         assert (b"accept-encoding", b"gzip") in it.inner.requests[0].headers
 
 
@@ -119,16 +119,16 @@ async def test_a_response_goes_on_where_its_past_is() -> None:
     async with room(ANN, BOB) as it:
         it.inner.answer, it.inner.worker = b'{"id": "resp_1", "conversation": {"id": "conv_1"}}', BOB
         answer = await it.post(input="hi")
-        assert (answer.body, it.holder) == (it.inner.answer, None)
+        assert (answer.body, it.keeper) == (it.inner.answer, None)
         assert it.inner.requests[0].headers == [(b"x-mine", b"1")]  # compressed, nothing could be learned
         it.inner.answer, it.inner.worker = b'{"id": "resp_2"}', ANN
         await it.post(input="and?", previous_response_id="resp_1")
-        assert it.holder == BOB
+        assert it.keeper == BOB
         await it.post(input="and?", conversation="conv_1")
-        assert it.holder == BOB
+        assert it.keeper == BOB
         for method, path in {"GET": "", "POST": "/cancel", "DELETE": ""}.items():
             await it.ask(method, f"/v1/responses/resp_1{path}")
-            assert it.holder == BOB
+            assert it.keeper == BOB
         assert not any(worker.asked for worker in it.workers.values())
 
 
@@ -137,19 +137,19 @@ async def test_a_stream_s_name_is_known_before_the_stream_has_ended() -> None:
 
         class Unfinished(Inner):
             async def __call__(
-                self, incoming: DataRequest, responder: Responder, holder: WorkerId | None = None
+                self, incoming: DataRequest, responder: Responder, keeper: WorkerId | None = None
             ) -> None:
-                self.holders.append(holder)
+                self.keepers.append(keeper)
                 responder.start(200, [(b"content-type", b"text/event-stream"), (b"x-kvherd-worker", BOB.encode())])
                 responder.write(b'data: {"response": {"id": "resp_1"}}\n\n')
                 responder.fail("the worker died")
 
         inner = Unfinished()
-        handle = at_holders(inner, it.fleet, AccessLog(GatewayMetrics()))
+        handle = at_keepers(inner, it.fleet, AccessLog(GatewayMetrics()))
         for body in (b'{"stream": true}', b'{"previous_response_id": "resp_1"}'):
             request = DataRequest("POST", "/v1/responses", "", [], body, "127.0.0.1:1", RequestId("r"))
             await handle(request, FakeResponder())
-        assert inner.holders == [None, BOB]
+        assert inner.keepers == [None, BOB]
 
 
 async def test_a_name_that_another_gateway_saw_is_asked_for_once() -> None:
@@ -157,10 +157,10 @@ async def test_a_name_that_another_gateway_saw_is_asked_for_once() -> None:
         it.workers[BOB].keeps = {"/v1/responses/resp_1", "/v1/conversations/conv_1"}
         for _ in range(2):
             await it.post(previous_response_id="resp_1")
-            assert it.holder == BOB
+            assert it.keeper == BOB
         await it.post(conversation={"id": "conv_1"})
         await it.ask("GET", "/v1/conversations/conv_1/items")
-        assert it.holder == BOB
+        assert it.keeper == BOB
         assert it.workers[ANN].asked == it.workers[BOB].asked == ["/v1/responses/resp_1", "/v1/conversations/conv_1"]
         assert it.workers[EVE].asked == []
 
@@ -168,11 +168,11 @@ async def test_a_name_that_another_gateway_saw_is_asked_for_once() -> None:
 async def test_of_one_worker_nothing_is_asked_beforehand() -> None:
     async with room(ANN, EVE) as it:
         await it.ask("GET", "/v1/responses/resp_1")
-        assert it.holder == ANN
+        assert it.keeper == ANN
         assert it.workers[ANN].asked == []
     async with room(EVE) as it:
         await it.ask("GET", "/v1/responses/resp_1")
-        assert it.holder is None
+        assert it.keeper is None
 
 
 async def test_a_name_that_nobody_keeps_is_not_found() -> None:
@@ -181,7 +181,7 @@ async def test_a_name_that_nobody_keeps_is_not_found() -> None:
             await it.ask("GET", "/v1/responses/resp_1")
         with pytest.raises(NameUnknown, match="'resp_1'"):
             await it.post(previous_response_id="resp_1")
-        assert it.inner.holders == []
+        assert it.inner.keepers == []
 
 
 @pytest.mark.parametrize("silence", ["down", "broken", "hangs"])
@@ -194,11 +194,11 @@ async def test_where_not_everyone_answers_it_is_not_said_to_be_unknown(silence: 
                 it.workers[ANN].fails = WorkerFailed(ANN, "died")
             case _:
                 it.workers[ANN].hangs = True
-        with pytest.raises(HolderSilent, match="http://ann:1 gave no answer"):
+        with pytest.raises(KeeperSilent, match="http://ann:1 gave no answer"):
             await it.ask("GET", "/v1/responses/resp_1")
         it.workers[CAT].keeps = {"/v1/responses/resp_1"}
         await it.ask("GET", "/v1/responses/resp_1")
-        assert it.holder == CAT
+        assert it.keeper == CAT
 
 
 async def test_what_a_worker_kept_that_left_is_asked_for_anew() -> None:
@@ -227,7 +227,7 @@ async def test_names_are_remembered_within_bounds_and_the_oldest_are_asked_for()
             it.inner.answer = b'{"id": "resp_%d"}' % number
             await it.post(input="hi")
         await it.post(previous_response_id="resp_2")
-        assert it.holder == ANN
+        assert it.keeper == ANN
         with pytest.raises(NameUnknown):
             await it.post(previous_response_id="resp_0")
 

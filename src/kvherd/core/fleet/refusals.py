@@ -54,7 +54,7 @@ class NameUnknown(CallerError):
 
 
 @dataclass(eq=False)
-class HolderSilent(FleetError):
+class KeeperSilent(FleetError):
     """Nobody who answered keeps it, and some gave no answer."""
 
     name: str

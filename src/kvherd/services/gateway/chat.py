@@ -104,10 +104,10 @@ class DataPath:
         self._alive: set[RequestId] = set()
         self._loop: asyncio.AbstractEventLoop | None = None
 
-    async def __call__(self, incoming: Incoming, responder: Responder, holder: WorkerId | None = None) -> None:
-        """`holder` is the one worker that can answer, for it keeps what is asked for."""
+    async def __call__(self, incoming: Incoming, responder: Responder, keeper: WorkerId | None = None) -> None:
+        """`keeper` is the one worker that can answer, for it keeps what is asked for."""
         try:
-            turn = self._read(incoming, responder, holder)
+            turn = self._read(incoming, responder, keeper)
             if self._policy.remembers_prompts:
                 incoming, tokenizer = turn.incoming, self._tokenizer(turn)
                 turn.prompt = await read_prompt(incoming.path, incoming.body, turn.asked, tokenizer, self._encodings)
@@ -138,17 +138,17 @@ class DataPath:
         self._begin(turn)
         return Launched(self, turn, landed).launch(choice)
 
-    def _read(self, incoming: Incoming, responder: Responder, holder: WorkerId | None) -> Turn:
+    def _read(self, incoming: Incoming, responder: Responder, keeper: WorkerId | None) -> Turn:
         """What routing needs of a request, but for its prompt's tokens. Raises a `CallerError` or `NoWorker`."""
         began_s = self._clock.time()
         asked = UNTOLD if not incoming.body and incoming.path.startswith(STORED) else peek(incoming.body)
-        model = self._model(asked.model, holder)
+        model = self._model(asked.model, keeper)
         if asked.model != model and (asked.model or incoming.path in NAMING_PATHS):
             incoming = Renamed(incoming, with_model(incoming.body, model))
             asked = peek(incoming.body)
         prompt = Prompt(incoming.body)
         turn = Turn(incoming, self._unique(incoming.request), asked, model, prompt, Witness(responder), began_s)
-        turn.holder = holder
+        turn.keeper = keeper
         _heed(turn, dict(incoming.headers))
         return turn
 
@@ -249,10 +249,10 @@ class DataPath:
             raise error
         self._metrics.retried(error.worker)
 
-    def _model(self, asked: str | None, holder: WorkerId | None) -> str:
+    def _model(self, asked: str | None, keeper: WorkerId | None) -> str:
         """The model that is meant. Raises `ModelUnknown`, `FieldInvalid` or `NoWorker`."""
         roster = self._fleet.roster
-        if not asked and holder is not None and (member := roster.get(holder)) is not None and member.models:
+        if not asked and keeper is not None and (member := roster.get(keeper)) is not None and member.models:
             return member.models[0]
         meant = roster.meant(asked or "")
         if roster.serves(meant):

@@ -82,7 +82,7 @@ class Chooser:
         """Of workers that all count alike, without a candidate's being made of any; None: they must be weighed."""
         able = []
         for member in self._roster:
-            if member.weight != 1.0 or (member.addressable and member.ranks > 1) or turn.holder is not None:
+            if member.weight != 1.0 or (member.addressable and member.ranks > 1) or turn.keeper is not None:
                 return None
             if turn.model in member.models and member.worker not in turn.tried and not member.unavailable(now_s):
                 able.append(member.worker)
@@ -90,8 +90,8 @@ class Chooser:
 
     def _weigh(self, turn: Turn, now_s: float) -> Choice:
         members = [one for one in self._roster if one.worker not in turn.tried]
-        if turn.holder is not None:
-            members = [one for one in members if one.worker == turn.holder]
+        if turn.keeper is not None:
+            members = [one for one in members if one.worker == turn.keeper]
         matches = self._credit.matches(turn.prompt, members) if self._policy.remembers_prompts else {}
         tokens = turn.prompt.tokens
         candidates = []

@@ -37,7 +37,7 @@ from kvherd.services.gateway.metrics import GatewayMetrics
 from kvherd.services.gateway.relay.edge import RelayLimits
 from kvherd.services.gateway.relay.server import RelayServer
 from kvherd.services.gateway.staffing import Resolve, Staffing, resolve_host
-from kvherd.services.gateway.stored import at_holders
+from kvherd.services.gateway.stored import at_keepers
 from kvherd.services.tls.certificates import CertificateWatch, remark_on_expiry
 from kvherd.wire.gateway_toml import GatewayFile
 
@@ -192,7 +192,7 @@ class Gateway:
             await stack.enter_async_context(IdleFlushes(fleet, followers.incomplete, flushed, metrics))
         grpc = GatewayGrpc(console, host=config.host, port=config.grpc_port, tls=self._tls)
         self._grpc = await stack.enter_async_context(grpc)
-        admitted = AdmittedPath(at_holders(path, fleet, access), admission, access.refused, path.launch)
+        admitted = AdmittedPath(at_keepers(path, fleet, access), admission, access.refused, path.launch)
         keyed = KeyedPath(admitted, keyring, access, admitted.launch)
         relay = RelayServer(
             keyed,

@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Final, Protocol
 
 from kvherd.core.errors import KvherdError, WorkerError
-from kvherd.core.fleet.refusals import HolderSilent, NameUnknown
+from kvherd.core.fleet.refusals import KeeperSilent, NameUnknown
 from kvherd.core.fleet.roster import Member
 from kvherd.core.fleet.spec import GRPC
 from kvherd.core.ids import WorkerId
@@ -28,18 +28,18 @@ MOST_NAMES: Final = 65536
 _ROOTS: Final = frozenset(STORED)
 
 
-class HeldPath(Protocol):
+class KeptPath(Protocol):
     """A data path that can be told which worker is to answer."""
 
     def __call__(
-        self, incoming: DataRequest, responder: Responder, holder: WorkerId | None = None
+        self, incoming: DataRequest, responder: Responder, keeper: WorkerId | None = None
     ) -> Awaitable[None]: ...
 
 
-def at_holders(
-    inner: HeldPath, fleet: Fleet, access: AccessLog, *, ask_s: float = ASK_S, most_names: int = MOST_NAMES
+def at_keepers(
+    inner: KeptPath, fleet: Fleet, access: AccessLog, *, ask_s: float = ASK_S, most_names: int = MOST_NAMES
 ) -> DataHandler:
-    """A `DataHandler` before another. Raises `NameUnknown` where no worker keeps what is asked for, and `HolderSilent`
+    """A `DataHandler` before another. Raises `NameUnknown` where no worker keeps what is asked for, and `KeeperSilent`
     where that cannot be known now.
     """
     path = _StoredPath(inner, fleet, ask_s=ask_s, most_names=most_names)
@@ -49,48 +49,48 @@ def at_holders(
             await inner(request, responder)
             return
         try:
-            holder = await path.holder(request)
+            keeper = await path.keeper(request)
         except KvherdError as error:
             access.refused(request, error)
             raise
-        await path.answer(request, responder, holder)
+        await path.answer(request, responder, keeper)
 
     return handle
 
 
 class _StoredPath:
-    def __init__(self, inner: HeldPath, fleet: Fleet, *, ask_s: float, most_names: int) -> None:
+    def __init__(self, inner: KeptPath, fleet: Fleet, *, ask_s: float, most_names: int) -> None:
         self._inner = inner
         self._fleet = fleet
         self._ask_s = ask_s
         self._most_names = most_names
-        self._holders: OrderedDict[str, WorkerId] = OrderedDict()
+        self._keepers: OrderedDict[str, WorkerId] = OrderedDict()
 
-    async def holder(self, request: DataRequest) -> WorkerId | None:
+    async def keeper(self, request: DataRequest) -> WorkerId | None:
         """Who keeps what the request names; None if it names nothing, or nobody here could."""
         root, name = _parts(request.path)
         if name:
-            return await self._holder_of(f"{root}/{name}", name, request)
+            return await self._keeper_of(f"{root}/{name}", name, request)
         past = continued(request.body)
-        return None if past is None else await self._holder_of("/".join(past), past[1], request)
+        return None if past is None else await self._keeper_of("/".join(past), past[1], request)
 
-    async def answer(self, request: DataRequest, responder: Responder, holder: WorkerId | None) -> None:
+    async def answer(self, request: DataRequest, responder: Responder, keeper: WorkerId | None) -> None:
         if request.path in _ROOTS:
             request = request._replace(headers=uncompressed(request.headers))
             responder = _Learning(responder, self._remember)
-        await self._inner(request, responder, holder)
+        await self._inner(request, responder, keeper)
 
-    async def _holder_of(self, path: str, name: str, request: DataRequest) -> WorkerId | None:
-        known = self._holders.get(name)
+    async def _keeper_of(self, path: str, name: str, request: DataRequest) -> WorkerId | None:
+        known = self._keepers.get(name)
         if known is not None and self._fleet.roster.get(known) is not None:
-            self._holders.move_to_end(name)
+            self._keepers.move_to_end(name)
             return known
         members = [one for one in self._fleet.roster if not one.worker.startswith(GRPC)]
         if len(members) < 2:
             return members[0].worker if members else None
         found, silent = await self._ask_all(members, path, request)
         if found is None:
-            raise HolderSilent(name, tuple(silent)) if silent else NameUnknown(name)
+            raise KeeperSilent(name, tuple(silent)) if silent else NameUnknown(name)
         self._remember((name,), found)
         return found
 
@@ -128,10 +128,10 @@ class _StoredPath:
 
     def _remember(self, names: Sequence[str], worker: WorkerId) -> None:
         for name in names:
-            self._holders[name] = worker
-            self._holders.move_to_end(name)
-        while len(self._holders) > self._most_names:
-            self._holders.popitem(last=False)
+            self._keepers[name] = worker
+            self._keepers.move_to_end(name)
+        while len(self._keepers) > self._most_names:
+            self._keepers.popitem(last=False)
 
 
 class _Learning:

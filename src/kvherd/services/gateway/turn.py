@@ -61,7 +61,7 @@ class Turn:
     """That the client named."""
     ends: tuple[float, float] | None = None
     """When the client's own deadline comes, and how many seconds it gave."""
-    holder: WorkerId | None = None
+    keeper: WorkerId | None = None
     """The one worker that can answer."""
     tried: dict[WorkerId, WorkerError] = field(default_factory=dict)
     last_error: WorkerError | None = None
