@@ -172,6 +172,21 @@ def greeting(port: int, context: ssl.SSLContext) -> Callable[[], bytes]:
     return exchange
 
 
+async def test_a_server_that_stops_lets_half_greeted_clients_go(tmp_path: Path) -> None:
+    files = Authority().issue(tmp_path, "gateway")
+    into, out = ssl.MemoryBIO(), ssl.MemoryBIO()
+    session = context_of(files).wrap_bio(into, out, server_hostname="127.0.0.1")
+    with contextlib.suppress(ssl.SSLWantReadError):
+        session.do_handshake()
+    async with asyncio.timeout(PATIENCE_S):
+        async with relay(files) as (server, _):
+            reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+            writer.write(out.read())
+            assert await reader.readexactly(1)  # its part of the handshake has begun
+        await reader.read(-1)
+        writer.transport.abort()
+
+
 async def test_who_fails_at_the_handshake_is_counted_by_why_and_told_of_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -1,10 +1,12 @@
 """TLS with a client before it has a connection: who fails here never reaches HTTP, and is told of and counted."""
 
 import asyncio
+import contextlib
 import logging
+import socket
 import ssl
 from collections.abc import Callable
-from typing import Final, cast
+from typing import Final
 
 log = logging.getLogger(__name__)
 
@@ -20,6 +22,9 @@ REASONS: Final = (
 )
 _SILENT_S: Final = 60.0
 """Whoever fails for one reason can fail often: so long the log is silent about it then."""
+_A_TURN: Final = 16
+"""So many clients are taken in a turn of the loop; the rest has its turn too."""
+_REST_S: Final = 0.2
 _OF_OPENSSL: Final = (
     ("PEER_DID_NOT_RETURN_A_CERTIFICATE", "certificate_missing", "it showed no certificate, and must"),
     ("HTTP_REQUEST", "no_tls", "it speaks HTTP in the clear"),
@@ -32,59 +37,85 @@ _OF_OPENSSL: Final = (
 
 
 class Handshakes:
-    """Those that are under way. `refused` is called with one of `REASONS` for each that fails."""
+    """Clients of one listening socket. `refused` is called with one of `REASONS` for each that fails.
+
+    They are accepted here, and not by a server of the loop: what such a server has read of a connection by the time
+    that TLS begins on it is lost.
+    """
 
     def __init__(
         self,
         context: ssl.SSLContext,
         group: asyncio.TaskGroup,
         *,
+        make: Callable[[], asyncio.Protocol],
         at_most: int,
         within_s: float,
         refused: Callable[[str], None],
     ) -> None:
+        """`make` is what a connection goes on with, once it is secured."""
         self._context = context
         self._group = group
+        self._make = make
         self._at_most = at_most
         self._within_s = within_s
         self._refused = refused
         self._silent_until_s: dict[str, float] = {}
-        self._under_way: set[asyncio.Task[None]] = set()
+        self._under_way: dict[asyncio.Task[None], socket.socket] = {}
+        self._door: socket.socket | None = None
 
-    def first(self, make: Callable[[], asyncio.Protocol]) -> asyncio.Protocol:
-        """What a new connection begins with; `make` is what it goes on with, once it is secured."""
-        return _Arrived(self, make)
+    def open(self, door: socket.socket) -> None:
+        """Take the clients of this socket, which listens and does not block, until `close`, which closes it."""
+        self._door = door
+        asyncio.get_running_loop().add_reader(door, self._accept)
 
-    def begin(self, arrived: "_Arrived", transport: asyncio.Transport, make: Callable[[], asyncio.Protocol]) -> None:
-        if len(self._under_way) >= self._at_most:
-            transport.abort()
-            return
-        task = self._group.create_task(self._greet(arrived, transport, make))
-        self._under_way.add(task)
-        task.add_done_callback(self._under_way.discard)
-
-    def stop(self) -> None:
-        for task in self._under_way:
+    def close(self) -> None:
+        """Take no more clients, and let those go who are not done."""
+        if self._door is not None:
+            asyncio.get_running_loop().remove_reader(self._door)
+            self._door.close()
+            self._door = None
+        for task, client in self._under_way.items():
+            _end(client)
             task.cancel()
 
-    async def _greet(
-        self, arrived: "_Arrived", transport: asyncio.Transport, make: Callable[[], asyncio.Protocol]
-    ) -> None:
-        loop, early = asyncio.get_running_loop(), _Early()
-        if transport.is_closing():
-            self._tell(ConnectionResetError("it left"), transport.get_extra_info("peername"))
+    def _accept(self) -> None:
+        for _ in range(_A_TURN):
+            if self._door is None:
+                return
+            try:
+                client, peer = self._door.accept()
+            except (BlockingIOError, InterruptedError, ConnectionError):
+                return
+            except OSError as error:  # no descriptor is left: it would be called again at once, and in vain
+                log.warning("no client can be taken for %g s: %s", _REST_S, error.strerror)
+                self._rest()
+                return
+            self._begin(client, peer)
+
+    def _rest(self) -> None:
+        loop, door = asyncio.get_running_loop(), self._door
+        assert door is not None, "only an open door is read from"
+        loop.remove_reader(door)
+        loop.call_later(_REST_S, lambda: self.open(door) if self._door is door else None)
+
+    def _begin(self, client: socket.socket, peer: object) -> None:
+        if len(self._under_way) >= self._at_most:
+            client.close()
             return
-        # Runs once start_tls has put its protocol in place and paused reading, and before it lets reading go on.
-        loop.call_soon(arrived.pass_on, transport)
+        client.setblocking(False)
+        task = self._group.create_task(self._greet(client, peer))
+        self._under_way[task] = client
+        task.add_done_callback(self._under_way.pop)
+
+    async def _greet(self, client: socket.socket, peer: object) -> None:
+        loop = asyncio.get_running_loop()
         try:
-            secured = await loop.start_tls(
-                transport, early, self._context, server_side=True, ssl_handshake_timeout=self._within_s
+            await loop.connect_accepted_socket(
+                self._make, client, ssl=self._context, ssl_handshake_timeout=self._within_s
             )
         except OSError as error:
-            self._tell(error, transport.get_extra_info("peername"))
-            return
-        assert secured is not None
-        early.hand_over(secured, make())
+            self._tell(error, peer)
 
     def _tell(self, error: OSError, peer: object) -> None:
         reason, words = why_refused(error)
@@ -97,59 +128,10 @@ class Handshakes:
         log.warning("%s was turned away at its TLS handshake: %s", host, words)
 
 
-class _Arrived(asyncio.Protocol):
-    """Keeps what comes before the handshake has begun: uvloop reads as soon as this has returned from
-    `connection_made`, paused or not, and a client's hello may be there already.
-    """
-
-    def __init__(self, handshakes: Handshakes, make: Callable[[], asyncio.Protocol]) -> None:
-        self._handshakes = handshakes
-        self._make = make
-        self._came: list[bytes] = []
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._handshakes.begin(self, cast("asyncio.Transport", transport), self._make)
-
-    def data_received(self, data: bytes) -> None:
-        self._came.append(data)
-
-    def pass_on(self, transport: asyncio.Transport) -> None:
-        """Give the transport's protocol what came, as if the transport had read it now."""
-        protocol = cast("asyncio.BufferedProtocol", transport.get_protocol())
-        left = b"".join(self._came)
-        while left:
-            room = memoryview(protocol.get_buffer(len(left)))
-            taken = min(len(room), len(left))
-            room[:taken] = left[:taken]
-            protocol.buffer_updated(taken)
-            left = left[taken:]
-
-
-class _Early(asyncio.Protocol):
-    """Keeps what comes with the handshake's last bytes, before anybody is there to take it."""
-
-    def __init__(self) -> None:
-        self._came: list[bytes] = []
-        self._ended = self._lost = False
-
-    def data_received(self, data: bytes) -> None:
-        self._came.append(data)
-
-    def eof_received(self) -> None:
-        self._ended = True
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._lost = True
-
-    def hand_over(self, transport: asyncio.Transport, to: asyncio.Protocol) -> None:
-        if self._lost:
-            return
-        transport.set_protocol(to)
-        to.connection_made(transport)
-        for data in self._came:
-            to.data_received(data)
-        if self._ended:
-            to.eof_received()
+def _end(client: socket.socket) -> None:
+    """The transport has it and closes it; this lets the transport see an end."""
+    with contextlib.suppress(OSError):
+        client.shutdown(socket.SHUT_RDWR)
 
 
 def why_refused(error: OSError) -> tuple[str, str]:

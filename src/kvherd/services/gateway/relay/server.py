@@ -87,7 +87,7 @@ class RelayServer:
         await self._group.__aenter__()
         try:
             with listener:
-                await self._open_doors(listener, self._greeter(premises))
+                await self._open_doors(listener, premises)
         except BaseException:
             self._close_doors()
             await self._group.__aexit__(None, None, None)
@@ -106,22 +106,24 @@ class RelayServer:
             self._ticking.cancel()
             await self._group.__aexit__(None, None, None)
 
-    def _greeter(self, premises: Premises) -> Callable[[], asyncio.Protocol]:
-        """What takes a new connection."""
-        if self._tls is None:
-            return lambda: Connection(premises)
-        limits = self._limits
-        handshakes = self._handshakes = Handshakes(
-            self._tls, self._group, at_most=limits.connections, within_s=limits.head_s, refused=self._tls_refused
-        )
-        return lambda: handshakes.first(lambda: Connection(premises, secured=True))
-
-    async def _open_doors(self, listener: socket.socket, greeter: Callable[[], asyncio.Protocol]) -> None:
+    async def _open_doors(self, listener: socket.socket, premises: Premises) -> None:
+        if self._tls is not None:
+            limits = self._limits
+            self._handshakes = Handshakes(
+                self._tls,
+                self._group,
+                make=lambda: Connection(premises, secured=True),
+                at_most=limits.connections,
+                within_s=limits.head_s,
+                refused=self._tls_refused,
+            )
+            self._handshakes.open(listener.dup())
+            return
         loop = asyncio.get_running_loop()
         for _ in range(_DOORS):
             door = listener.dup()
             try:
-                self._doors.append(await loop.create_server(greeter, sock=door, backlog=_BACKLOG))
+                self._doors.append(await loop.create_server(lambda: Connection(premises), sock=door, backlog=_BACKLOG))
             except BaseException:
                 door.close()
                 raise
@@ -129,13 +131,13 @@ class RelayServer:
     def _close_doors(self) -> None:
         for door in self._doors:
             door.close()
+        if self._handshakes is not None:
+            self._handshakes.close()
 
     async def _drain(self) -> None:
         premises = self._premises
         self._close_doors()
         premises.stopping = True
-        if self._handshakes is not None:
-            self._handshakes.stop()
         for connection in list(premises.connections):
             connection.stop()
         if not premises.connections or await self._deserted_within(self._limits.drain_s):
