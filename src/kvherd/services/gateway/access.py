@@ -92,10 +92,10 @@ class AccessLog:
             usage.completion_tokens if usage else None,
             turn.predicted,
             usage.cached_tokens if usage else None,
-            _rounded(turn.held_s),
-            _rounded(ttft_s),
-            _rounded(itl_s),
-            _rounded(seconds),
+            round(turn.held_s, 6) if turn.held_s else 0.0,
+            None if ttft_s is None else round(ttft_s, 6),
+            None if itl_s is None else round(itl_s, 6),
+            round(seconds, 6),
         )
         if turn.explain:
             line.explain = msgspec.Raw(turn.explanation or b"null")
@@ -138,7 +138,3 @@ def _now() -> str:
 def _second(whole_s: int) -> str:
     """Made once a second, and not for every line."""
     return datetime.fromtimestamp(whole_s, UTC).strftime("%Y-%m-%dT%H:%M:%S")
-
-
-def _rounded(seconds: float | None) -> float | None:
-    return None if seconds is None else round(seconds, 6)

@@ -9,7 +9,7 @@ error event. What was forwarded is what the client sent.
 import asyncio
 import logging
 import random
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
 from kvherd.core.errors import (
@@ -41,6 +41,7 @@ from kvherd.services.gateway.tries import Tries
 from kvherd.services.gateway.turn import Incoming, Renamed, Turn
 from kvherd.services.gateway.usage_samples import UsageSamples
 from kvherd.services.gateway.witness import Witness
+from kvherd.wire.http_heads import Header, first
 from kvherd.wire.openai.edits import with_model
 from kvherd.wire.openai.routing import RANK_HEADER, Peek, peek
 
@@ -149,7 +150,7 @@ class DataPath:
         prompt = Prompt(incoming.body)
         turn = Turn(incoming, self._unique(incoming.request), asked, model, prompt, Witness(responder), began_s)
         turn.keeper = keeper
-        _heed(turn, dict(incoming.headers))
+        _heed(turn, incoming.headers)
         return turn
 
     def _tokenizer(self, turn: Turn) -> Tokenizer | None:
@@ -296,14 +297,14 @@ class DataPath:
         return self._loop
 
 
-def _heed(turn: Turn, said: dict[bytes, bytes]) -> None:
+def _heed(turn: Turn, said: Sequence[Header]) -> None:
     """What the headers say to the gateway itself. Raises `FieldInvalid`."""
-    turn.explain = said.get(EXPLAIN) == b"1"
-    within = said.get(TIMEOUT)
+    turn.explain = first(said, EXPLAIN) == b"1"
+    within = first(said, TIMEOUT)
     if within is not None:
         within_s = seconds_told(within)
         turn.ends = turn.began_s + within_s, within_s
-    named = said.get(RANK_HEADER, b"")
+    named = first(said, RANK_HEADER) or b""
     rank = int(named) if named.isdigit() and len(named) < 10 else turn.asked.rank
     if rank is not None:
         turn.wanted_rank = Rank(rank)

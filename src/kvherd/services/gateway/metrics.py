@@ -1,7 +1,6 @@
 """The gateway's metrics, in a registry of its own."""
 
 from collections.abc import Callable, Iterable
-from functools import lru_cache
 from typing import Protocol
 
 from prometheus_client import (
@@ -18,18 +17,11 @@ from prometheus_client.registry import Collector
 from kvherd.core.fleet.fanout import FanoutReport
 from kvherd.core.fleet.keyring import Keyring
 from kvherd.core.fleet.roster import Member, Roster, WorkerState
-from kvherd.core.fleet.truth import Verdict
 from kvherd.core.ids import WorkerId
-from kvherd.ports.completions import Usage
 from kvherd.ports.tls import ServerTls, WorkerTls
 from kvherd.services.gateway.relay.handshake import REASONS
+from kvherd.services.gateway.tallies import TTFT_BUCKETS_S, Tallies
 from kvherd.wire.fleet_json import KvView
-
-_ITL_BUCKETS_S = (0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 5.0)
-_TTFT_BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
-
-
-_REMEMBERED = 1024
 
 
 class Admitting(Protocol):
@@ -47,37 +39,13 @@ class GatewayMetrics:
     def __init__(self) -> None:
         self._registry = CollectorRegistry()
         disable_created_metrics()  # type: ignore[no-untyped-call] # a second series for each counter, which nobody asks for
-        self._requests = Counter(
-            "kvherd_gateway_requests",
-            "Requests of the data path, by what became of them",
-            ["worker", "model", "outcome"],
-            registry=self._registry,
-        )
-        self._ttft_s = Histogram(
-            "kvherd_gateway_time_to_first_byte_seconds",
-            "From the complete request to the answer's first byte",
-            ["worker"],
-            buckets=_TTFT_BUCKETS_S,
-            registry=self._registry,
-        )
-        # Finding a series by its labels costs more than counting in it.
-        self._count = lru_cache(_REMEMBERED)(self._requests.labels)
-        self._time = lru_cache(_REMEMBERED)(self._ttft_s.labels)
+        tallies = Tallies()
+        self._registry.register(tallies)
+        self.ended, self.used = tallies.ended, tallies.used
+        self.cached, self.judged = tallies.cached, tallies.judged
         self._retries = Counter(
             "kvherd_gateway_retries",
             "Requests sent elsewhere after this worker failed",
-            ["worker"],
-            registry=self._registry,
-        )
-        self._predicted = Counter(
-            "kvherd_gateway_predicted_cached_tokens",
-            "Prompt tokens expected to be cached",
-            ["worker"],
-            registry=self._registry,
-        )
-        self._reported = Counter(
-            "kvherd_gateway_reported_cached_tokens",
-            "Prompt tokens that answers reported as cached",
             ["worker"],
             registry=self._registry,
         )
@@ -87,32 +55,17 @@ class GatewayMetrics:
             ["code"],
             registry=self._registry,
         )
-        self._tokens = Counter(
-            "kvherd_gateway_tokens",
-            "Tokens of answers that told their usage",
-            ["worker", "model", "of"],
-            registry=self._registry,
-        )
-        self._itl_s = Histogram(
-            "kvherd_gateway_inter_token_seconds",
-            "Between two tokens of a stream, the mean of each stream that told its usage",
-            ["worker"],
-            buckets=_ITL_BUCKETS_S,
-            registry=self._registry,
-        )
         self._held_s = Histogram(
             "kvherd_gateway_held_seconds",
             "How long requests waited for a worker to have room, of those that did",
             ["model"],
-            buckets=_TTFT_BUCKETS_S,
+            buckets=TTFT_BUCKETS_S,
             registry=self._registry,
         )
-        self._spent = lru_cache(_REMEMBERED)(self._tokens.labels)
         self._tls_refusals = Counter(
             "kvherd_gateway_tls_refusals", "TLS handshakes of clients that failed", ["reason"], registry=self._registry
         )
         self._flushes = self._counter("flushes", "Outcomes of ordered flushes", "outcome")
-        self._verdicts = self._counter("predictions", "Predictions of cached tokens, by what answers said", "verdict")
         self._samples = self._counter("usage_samples", "Streams asked for their usage on the gateway's own account")
         self._healings = self._counter("healings", "Full reports asked for, and flushes, of incomplete workers", "how")
         self._rebuilds = self._counter("rebuilds", "Entries of the index rebuilt because predictions were wrong")
@@ -120,33 +73,14 @@ class GatewayMetrics:
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
         return Counter(f"kvherd_gateway_{name}", text, ["worker", *labels], registry=self._registry)
 
-    def ended(self, worker: str, model: str, outcome: str, ttft_s: float | None) -> None:
-        self._count(worker, model, outcome).inc()
-        if ttft_s is not None:
-            self._time(worker).observe(ttft_s)
-
     def held(self, model: str, seconds: float) -> None:
         self._held_s.labels(model).observe(seconds)
 
     def refused(self, code: str) -> None:
         self._refused.labels(code).inc()
 
-    def used(self, worker: str, model: str, usage: Usage, itl_s: float | None) -> None:
-        self._spent(worker, model, "prompt").inc(usage.prompt_tokens)
-        self._spent(worker, model, "completion").inc(usage.completion_tokens)
-        if itl_s is not None:
-            self._itl_s.labels(worker).observe(itl_s)
-
     def retried(self, worker: WorkerId) -> None:
         self._retries.labels(worker).inc()
-
-    def cached(self, worker: WorkerId, predicted: int, reported: int | None) -> None:
-        self._predicted.labels(worker).inc(predicted)
-        if reported is not None:
-            self._reported.labels(worker).inc(reported)
-
-    def judged(self, worker: WorkerId, verdict: Verdict) -> None:
-        self._verdicts.labels(worker, verdict.value).inc()
 
     def sampled(self, worker: WorkerId) -> None:
         self._samples.labels(worker).inc()

@@ -1,0 +1,132 @@
+"""What is counted at every request, in plain numbers: a gateway has one thread, and the library's own counters take a
+lock and some calls each, five times a request.
+"""
+
+from bisect import bisect_left
+from collections.abc import Iterable
+
+from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
+
+from kvherd.core.fleet.truth import Verdict
+from kvherd.ports.completions import Usage
+
+_ITL_BUCKETS_S = (0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 5.0)
+TTFT_BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+
+
+class Spread:
+    """A histogram's numbers."""
+
+    __slots__ = ("_bounds", "_counts", "_total")
+
+    def __init__(self, bounds: tuple[float, ...]) -> None:
+        self._bounds = bounds
+        self._counts = [0] * (len(bounds) + 1)
+        self._total = 0.0
+
+    def saw(self, value: float) -> None:
+        self._counts[bisect_left(self._bounds, value)] += 1
+        self._total += value
+
+    def tell(self, family: HistogramMetricFamily, labels: list[str]) -> None:
+        buckets, sum_so_far = [], 0
+        for bound, count in zip((*self._bounds, float("inf")), self._counts, strict=True):
+            sum_so_far += count
+            buckets.append((floatToGoString(bound), sum_so_far))  # type: ignore[no-untyped-call]
+        family.add_metric(labels, buckets, self._total)
+
+
+class Tallies(Collector):
+    """Requests, their tokens and times, by worker."""
+
+    def __init__(self) -> None:
+        self._ended: dict[tuple[str, str, str], int] = {}
+        self._prompt_tokens: dict[tuple[str, str], int] = {}
+        self._completion_tokens: dict[tuple[str, str], int] = {}
+        self._predicted: dict[str, int] = {}
+        self._reported: dict[str, int] = {}
+        self._verdicts: dict[tuple[str, str], int] = {}
+        self._ttft_s: dict[str, Spread] = {}
+        self._itl_s: dict[str, Spread] = {}
+
+    def ended(self, worker: str, model: str, outcome: str, ttft_s: float | None) -> None:
+        key = worker, model, outcome
+        self._ended[key] = self._ended.get(key, 0) + 1
+        if ttft_s is not None:
+            spread = self._ttft_s.get(worker)
+            if spread is None:
+                spread = self._ttft_s[worker] = Spread(TTFT_BUCKETS_S)
+            spread.saw(ttft_s)
+
+    def used(self, worker: str, model: str, usage: Usage, itl_s: float | None) -> None:
+        key = worker, model
+        self._prompt_tokens[key] = self._prompt_tokens.get(key, 0) + usage.prompt_tokens
+        self._completion_tokens[key] = self._completion_tokens.get(key, 0) + usage.completion_tokens
+        if itl_s is not None:
+            self._itl_s.setdefault(worker, Spread(_ITL_BUCKETS_S)).saw(itl_s)
+
+    def cached(self, worker: str, predicted: int, reported: int | None) -> None:
+        self._predicted[worker] = self._predicted.get(worker, 0) + predicted
+        if reported is not None:
+            self._reported[worker] = self._reported.get(worker, 0) + reported
+
+    def judged(self, worker: str, verdict: Verdict) -> None:
+        key = worker, verdict.value
+        self._verdicts[key] = self._verdicts.get(key, 0) + 1
+
+    def describe(self) -> Iterable[Metric]:
+        return ()
+
+    def collect(self) -> Iterable[Metric]:
+        requests = CounterMetricFamily(
+            "kvherd_gateway_requests",
+            "Requests of the data path, by what became of them",
+            labels=["worker", "model", "outcome"],
+        )
+        for ended, count in self._ended.items():
+            requests.add_metric(ended, count)
+        yield requests
+        tokens = CounterMetricFamily(
+            "kvherd_gateway_tokens", "Tokens of answers that told their usage", labels=["worker", "model", "of"]
+        )
+        for of, counts in (("prompt", self._prompt_tokens), ("completion", self._completion_tokens)):
+            for (worker, model), count in counts.items():
+                tokens.add_metric([worker, model, of], count)
+        yield tokens
+        predicted = CounterMetricFamily(
+            "kvherd_gateway_predicted_cached_tokens", "Prompt tokens expected to be cached", labels=["worker"]
+        )
+        reported = CounterMetricFamily(
+            "kvherd_gateway_reported_cached_tokens", "Prompt tokens that answers reported as cached", labels=["worker"]
+        )
+        for family, by_worker in ((predicted, self._predicted), (reported, self._reported)):
+            for worker, count in by_worker.items():
+                family.add_metric([worker], count)
+            yield family
+        verdicts = CounterMetricFamily(
+            "kvherd_gateway_predictions",
+            "Predictions of cached tokens, by what answers said",
+            labels=["worker", "verdict"],
+        )
+        for judged, count in self._verdicts.items():
+            verdicts.add_metric(judged, count)
+        yield verdicts
+        yield _histogram(
+            "kvherd_gateway_time_to_first_byte_seconds",
+            "From the complete request to the answer's first byte",
+            self._ttft_s,
+        )
+        yield _histogram(
+            "kvherd_gateway_inter_token_seconds",
+            "Between two tokens of a stream, the mean of each stream that told its usage",
+            self._itl_s,
+        )
+
+
+def _histogram(name: str, text: str, by_worker: dict[str, Spread]) -> HistogramMetricFamily:
+    family = HistogramMetricFamily(name, text, labels=["worker"])
+    for worker, spread in by_worker.items():
+        spread.tell(family, [worker])
+    return family
