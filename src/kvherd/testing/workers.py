@@ -65,13 +65,30 @@ class FakeResponder:
         then()
 
 
+class FakeFlight:
+    """Lands when a task ends that does what `forward` does."""
+
+    def __init__(self, task: asyncio.Task[None], landed: Landed) -> None:
+        self._task = task
+        self._landed = landed
+        task.add_done_callback(self._land)
+
+    def cancel(self) -> None:
+        self._task.remove_done_callback(self._land)
+        self._task.cancel()
+
+    def _land(self, task: asyncio.Task[None]) -> None:
+        error = task.exception()
+        self._landed(error if isinstance(error, Exception) else None)
+
+
 @dataclass
 class FakeWorker:
     """A worker of `ports.worker.Worker`.
 
     `fails` is raised by every call before anything happened; `breaks` ends an answer in its middle. `takes_s` is what
     a flush waits on its engine, `opens_s` what connecting takes, `first_byte_s` how long an answer needs to begin, and
-    `chunk_s` for each of its chunks.
+    `chunk_s` for each of its chunks. `launches`: it has a connection that a request can be launched on.
     """
 
     id: WorkerId
@@ -97,6 +114,7 @@ class FakeWorker:
     opening_now: int = 0
     probes: int = 0
     closed: bool = False
+    launches: bool = False
     sidecar: str | None = None
     calls: list[Call] = field(default_factory=list)
     cancelled: int = 0
@@ -134,8 +152,10 @@ class FakeWorker:
             self.cancelled += 1
             raise
 
-    def launch(self, _call: Call, _responder: Responder, _landed: Landed) -> Flight | None:
-        return None
+    def launch(self, call: Call, responder: Responder, landed: Landed) -> Flight | None:
+        if not self.launches:
+            return None
+        return FakeFlight(asyncio.get_running_loop().create_task(self.forward(call, responder)), landed)
 
     async def probe(self) -> None:
         self.probes += 1

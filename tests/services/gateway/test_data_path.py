@@ -3,10 +3,13 @@
 import asyncio
 import json
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator
 from contextlib import asynccontextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
+from enum import Enum
 from itertools import pairwise
+from typing import Any
 
 import pytest
 
@@ -93,6 +96,44 @@ class FakeEntries:
         return self.tiers
 
 
+class Way(Enum):
+    """How a request is given to the data path: with a task, or without, where there is a connection and where none."""
+
+    AWAITED = "awaited"
+    LAUNCHED = "launched"
+    CONNECTING = "launched before there is a connection"
+
+
+way: ContextVar[Way] = ContextVar("way", default=Way.AWAITED)
+
+
+@pytest.fixture(params=Way, ids=lambda one: one.value, autouse=True)
+def _ways(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Whatever is true of a request is so in each way."""
+    before = way.set(request.param)
+    yield
+    way.reset(before)
+
+
+async def launched(path: DataPath, request: DataRequest, responder: Responder) -> None:
+    """What a client's connection does, as far as it matters here."""
+    landing: asyncio.Future[Exception | Coroutine[Any, Any, None] | None] = asyncio.get_running_loop().create_future()
+    flight = path.launch(request, responder, landing.set_result)
+    if flight is None:
+        await path(request, responder)
+        return
+    try:
+        outcome = await landing
+    except asyncio.CancelledError:
+        flight.cancel()
+        await asyncio.sleep(0)  # the fake worker's own task takes a step to end
+        raise
+    if isinstance(outcome, Coroutine):
+        await outcome
+    elif outcome is not None:
+        raise outcome
+
+
 @dataclass
 class Herd:
     """A data path over fake workers."""
@@ -118,7 +159,10 @@ class Herd:
         responder = FakeResponder()
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
         request = DataRequest("POST", path, "", list(headers), data, "127.0.0.1", RequestId("r"))
-        await self.path(request, responder, keeper)
+        if keeper is None and way.get() is not Way.AWAITED:
+            await launched(self.path, request, responder)
+        else:
+            await self.path(request, responder, keeper)
         return responder
 
     def member(self, worker: WorkerId) -> Member:
@@ -146,6 +190,8 @@ async def herd(
     """`dice` fall in this order, and 0 from then on; the policy throws them too, once a request."""
     throws = iter(dice)
     known = {worker.id: worker for worker in workers}
+    for worker in workers:
+        worker.launches = way.get() is Way.LAUNCHED
     index = PrefixIndex(PrefixHasher(b"key"))
     quarantined: set[WorkerId] = set()
     incomplete: set[WorkerId] = set()

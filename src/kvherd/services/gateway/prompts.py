@@ -77,8 +77,11 @@ class Prompt:
 
     def text_chain(self, hasher: PrefixHasher, model: str, *, lora: str | None = None) -> list[PrefixHash]:
         """Name pieces of its text, for workers of which only what they were sent is known."""
-        root = hasher.root(model=model, block_size=0, lora=lora, salt=self.salt)
-        return hasher.extend(root, self.text, TEXT_BLOCK_BYTES)
+        known = self._chains.get((model, lora, 0, False))
+        if known is None:
+            root = hasher.root(model=model, block_size=0, lora=lora, salt=self.salt)
+            known = self._chains[model, lora, 0, False] = hasher.extend(root, self.text, TEXT_BLOCK_BYTES)
+        return known
 
 
 class EncodingCache:
