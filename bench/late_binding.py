@@ -1,6 +1,6 @@
 """Time to the first token with and without late binding, over virtual time.
 
-    .venv/bin/python bench/late_binding.py [--trace FILE] [--requests 3000] [--workers 4] [--tokens-per-s 8000]
+    .venv/bin/python bench/late_binding.py [--trace FILE] [--requests 1500] [--workers 4] [--tokens-per-s 8000]
 
 The gateway's own roster, policy `kv`, admission and waiting line choose; the workers are models: each computes one
 prompt after the other in the order in which they came, at a fixed rate, keeps the blocks of the last prompts, and
@@ -213,7 +213,7 @@ def figures(herd: Herd) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trace", type=Path)
-    parser.add_argument("--requests", type=int, default=3000)
+    parser.add_argument("--requests", type=int, default=1500)
     parser.add_argument("--workers", type=int, default=4)
     parser.add_argument("--tokens-per-s", type=float, default=8000.0)
     parser.add_argument("--room", type=int, default=4000, help="blocks of 512 tokens that each worker keeps")
