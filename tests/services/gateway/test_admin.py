@@ -494,3 +494,30 @@ async def test_engines_metrics_are_one_page() -> None:
         text = (await client.get("/engine_metrics")).text
     assert f'up{{worker="{ANN}"}} 1.0' in text
     assert f'up{{worker="{BOB}"}} 0.0' in text
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        ("X-Forwarded-For", "127.0.0.1"),
+        ("X-Forwarded-For", "9.9.9.9"),
+        ("Forwarded", "for=127.0.0.1"),
+        ("X-Real-IP", "127.0.0.1"),
+        ("Via", "1.1 proxy"),
+        ("Origin", "http://evil.test"),
+        ("Origin", "null"),
+    ],
+)
+async def test_without_a_key_who_comes_through_a_proxy_or_a_web_page_is_not_on_this_machine(
+    header: tuple[str, str],
+) -> None:
+    async with gateway_and_fleet(FakeWorker(ANN, FACTS)) as (client, _):
+        for call in (client.get("/workers", headers=[header]), client.post("/flush_cache", headers=[header])):
+            answer = await call
+            assert (answer.status_code, "no proxies or web pages" in answer.text) == (403, True)
+        assert (await client.get("/workers", headers={"origin": "http://localhost:8080"})).status_code == 200
+    async with gateway_and_fleet(FakeWorker(ANN, FACTS), peer="9.9.9.9") as (client, _):
+        assert (await client.get("/workers", headers=[header])).status_code == 403
+    async with gateway_and_fleet(FakeWorker(ANN, FACTS), admin_key="k") as (client, _):
+        headers = [header, ("authorization", "Bearer k")]
+        assert (await client.get("/workers", headers=headers)).status_code == 200

@@ -90,3 +90,11 @@ async def test_a_port_in_use_is_named_and_leaves_nothing_behind(which: str) -> N
 async def test_a_policy_that_is_none_is_refused_before_anything_starts() -> None:
     with pytest.raises(OptionInvalid, match="'magic' is none of"):
         gateway(fake(), policy="magic")
+
+
+async def test_an_operator_on_this_machine_needs_no_key_and_a_proxy_on_it_does() -> None:
+    async with gateway(fake()) as it, httpx.AsyncClient(base_url=f"http://127.0.0.1:{it.port}") as client:
+        assert (await client.get("/workers")).status_code == 200
+        for proxied in ({"x-forwarded-for": "127.0.0.1"}, {"forwarded": "for=127.0.0.1"}, {"origin": "http://a.test"}):
+            assert (await client.get("/workers", headers=proxied)).status_code == 403
+        assert (await client.get("/workers")).status_code == 200

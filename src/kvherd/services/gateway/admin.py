@@ -15,6 +15,7 @@ from kvherd.core.errors import FieldInvalid, KvherdError, ModelUnknown
 from kvherd.core.fleet.fanout import FanoutReport
 from kvherd.core.fleet.roster import Member
 from kvherd.services.gateway.config_file import ConfigFile
+from kvherd.services.gateway.caller import caller
 from kvherd.services.gateway.console import Console
 from kvherd.services.gateway.relay.edge import DATA_PATHS, STORED
 from kvherd.wire.fleet_json import flush_report, profile_report
@@ -92,7 +93,7 @@ class _Guarded:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request = Request(scope)
-        host = request.client.host if request.client else ""
+        host = caller(request.client.host if request.client else "", request.headers)
         try:
             self._admit(host=host, authorization=request.headers.get("authorization", ""))
         except KvherdError as error:

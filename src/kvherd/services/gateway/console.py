@@ -23,6 +23,7 @@ from kvherd.wire.fleet_json import Json, KvView, under_way, worker_entry
 
 LONGEST_FLUSH_S = 3600.0
 METRICS_S = 5.0
+_NOT_THESE = "and no proxies or web pages; set one (--admin-key)"
 
 
 class Console:
@@ -52,7 +53,7 @@ class Console:
         """Raise `NotAllowed` unless the caller has the admin key, or none is set and the caller is on this machine."""
         if self._admin_key is None:
             if not is_loopback(host):
-                raise NotAllowed("without an admin key only callers on this machine are served; set one (--admin-key)")
+                raise NotAllowed(f"without an admin key only callers on this machine are served, {_NOT_THESE}")
             return
         if not self._is_admin_key(authorization):
             raise NotAllowed("give the admin key as `Authorization: Bearer KEY`")

@@ -13,6 +13,7 @@ from grpc_reflection.v1alpha import reflection
 
 from kvherd.core.errors import KvherdError, PortInUse
 from kvherd.ports.tls import ServerTls
+from kvherd.services.gateway.caller import caller
 from kvherd.services.gateway.console import Console
 from kvherd.wire.gateway_pb import flush_response, worker_message
 from kvherd.wire.proto import kvherd_gateway_v1_pb2 as pb
@@ -56,7 +57,8 @@ class _Gateway(pb_grpc.GatewayServicer):
 
     def _admit(self, context: grpc.aio.ServicerContext) -> None:
         metadata = dict(context.invocation_metadata() or ())
-        self._console.admit(host=_host(context.peer()), authorization=str(metadata.get("authorization", "")))
+        host = caller(_host(context.peer()), metadata)
+        self._console.admit(host=host, authorization=str(metadata.get("authorization", "")))
 
 
 class GatewayGrpc:

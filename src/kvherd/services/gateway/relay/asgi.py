@@ -4,6 +4,7 @@ from collections.abc import Awaitable, Callable
 from urllib.parse import unquote
 
 from kvherd.services.gateway.relay.edge import AsgiApp, DataRequest, Message
+from kvherd.services.gateway.relay.identity import Headers, forwarded
 from kvherd.services.gateway.relay.responder import ConnectionResponder
 
 Wait = Callable[[], Awaitable[None]]
@@ -59,11 +60,21 @@ def _scope(request: DataRequest, *, http10: bool, secured: bool, server: str) ->
         "raw_path": request.path.encode("latin-1"),
         "query_string": request.query.encode("latin-1"),
         "root_path": "",
-        "headers": request.headers,
+        "headers": _as_sent(request, secured=secured),
         "client": _host_and_port(request.peer),
         "server": _host_and_port(server),
         "state": {},
     }
+
+
+def _as_sent(request: DataRequest, *, secured: bool) -> Headers:
+    """Without what was added on the way for workers: whether the client said it itself is worth knowing."""
+    headers = list(request.headers)
+    for added in forwarded(request.peer, secured=secured):
+        at = next((at for at in range(len(headers) - 1, -1, -1) if headers[at] == added), None)
+        if at is not None:
+            del headers[at]
+    return headers
 
 
 def _host_and_port(address: str) -> tuple[str, int]:
