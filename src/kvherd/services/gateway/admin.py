@@ -14,8 +14,8 @@ from kvherd import __version__
 from kvherd.core.errors import FieldInvalid, KvherdError, ModelUnknown
 from kvherd.core.fleet.fanout import FanoutReport
 from kvherd.core.fleet.roster import Member
-from kvherd.services.gateway.config_file import ConfigFile
 from kvherd.services.gateway.caller import caller
+from kvherd.services.gateway.config_file import ConfigFile
 from kvherd.services.gateway.console import Console
 from kvherd.services.gateway.relay.edge import DATA_PATHS, STORED
 from kvherd.wire.fleet_json import flush_report, profile_report
