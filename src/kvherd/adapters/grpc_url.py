@@ -1,6 +1,7 @@
 """Which URLs name an engine on gRPC."""
 
 from kvherd.core.errors import OptionInvalid
+from kvherd.core.fleet.shown_url import shown_url
 
 _SCHEMES = ("grpc://", "grpcs://")
 
@@ -10,9 +11,9 @@ def grpc_address(url: str, *, option: str) -> str:
     address = next((url.removeprefix(scheme) for scheme in _SCHEMES if url.startswith(scheme)), "")
     host, _, port = address.rpartition(":")
     if not _is_host(host) or not (port.isascii() and port.isdecimal()):
-        raise OptionInvalid(option, f"{url!r} must be grpc://HOST:PORT, as in grpc://127.0.0.1:51000")
+        raise OptionInvalid(option, f"{shown_url(url)} must be grpc://HOST:PORT, as in grpc://127.0.0.1:51000")
     if not 0 < int(port) < 65536:
-        raise OptionInvalid(option, f"{url!r}: {port} is no port; it must be 1 to 65535")
+        raise OptionInvalid(option, f"{shown_url(url)}: {port} is no port; it must be 1 to 65535")
     return address
 
 

@@ -5,6 +5,7 @@ from urllib.parse import urlsplit
 
 from kvherd.core.errors import OptionInvalid
 from kvherd.core.fleet.link_local import is_link_local
+from kvherd.core.fleet.shown_url import shown_url
 
 _OPTION = "worker URL"
 
@@ -28,17 +29,17 @@ def http_address(url: str) -> HttpAddress:
     try:
         parts = urlsplit(url)
         host, port = parts.hostname, parts.port
-    except ValueError as error:
-        raise OptionInvalid(_OPTION, f"{url!r} is no URL: {error}") from None
+    except ValueError:
+        raise OptionInvalid(_OPTION, f"{shown_url(url)} is no URL") from None
     if parts.scheme not in ("http", "https"):
-        raise OptionInvalid(_OPTION, f"{url!r}: it must begin with http:// or https://")
+        raise OptionInvalid(_OPTION, f"{shown_url(url)}: it must begin with http:// or https://")
     if not host or not host.isascii() or any(character.isspace() for character in url):
-        raise OptionInvalid(_OPTION, f"{url!r} names no host")
+        raise OptionInvalid(_OPTION, f"{shown_url(url)} names no host")
     if parts.username is not None or parts.query or parts.fragment:
-        raise OptionInvalid(_OPTION, f"{url!r}: only a host, a port and a path are allowed")
+        raise OptionInvalid(_OPTION, f"{shown_url(url)}: only a host, a port and a path are allowed")
     if port == 0:
-        raise OptionInvalid(_OPTION, f"{url!r}: port 0 is none")
+        raise OptionInvalid(_OPTION, f"{shown_url(url)}: port 0 is none")
     if is_link_local(host):
-        raise OptionInvalid(_OPTION, f"{url!r}: link-local addresses are refused")
+        raise OptionInvalid(_OPTION, f"{shown_url(url)}: link-local addresses are refused")
     tls = parts.scheme == "https"
     return HttpAddress(host, port or (443 if tls else 80), parts.path.rstrip("/"), tls)

@@ -4,6 +4,7 @@ import pytest
 
 from kvherd.core.errors import OptionInvalid
 from kvherd.core.fleet.link_local import is_address, is_link_local
+from kvherd.core.fleet.shown_url import shown_url
 from kvherd.core.fleet.spec import normal_url
 
 LINK_LOCAL = [
@@ -44,3 +45,17 @@ def test_names_are_none_until_they_are_looked_up() -> None:
     for name in ("metadata.test", "2852039166", "0xa9fea9fe", ""):
         assert not is_address(name)
         assert not is_link_local(name)
+
+
+@pytest.mark.parametrize(
+    ("url", "shown"),
+    [
+        ("http://a:1/p", "'http://a:1/p'"),
+        ("http://user:secret@a:1", "'http://…@a:1'"),
+        ("http://user:sec@ret@a:1/x?key=secret#secret", "'http://…@a:1/x?…'"),
+        ("grpc://secret@[::1]:1?a@b", "'grpc://…@[::1]:1?…'"),
+        ("http://[secret@", "'http://…@'"),
+    ],
+)
+def test_a_url_is_repeated_without_what_may_be_secret_in_it(url: str, shown: str) -> None:
+    assert shown_url(url) == shown

@@ -8,6 +8,7 @@ from urllib.parse import urlsplit
 
 from kvherd.core.errors import OperatorError, OptionInvalid
 from kvherd.core.fleet.link_local import is_link_local
+from kvherd.core.fleet.shown_url import shown_url
 from kvherd.core.ids import WorkerId
 
 GRPC: Final = ("grpc://", "grpcs://")
@@ -138,7 +139,7 @@ def events_address(spec: WorkerSpec) -> str | None:
 
 def normal_url(url: str, field: str, *, schemes: tuple[str, ...] = SCHEMES) -> str:
     """`SCHEME://HOST:PORT`, in lower case, with nothing after it. Raises `OptionInvalid` saying what would be right."""
-    problem = f"{url!r} is not of the form {'|'.join(schemes)}://HOST:PORT"
+    problem = f"{shown_url(url)} is not of the form {'|'.join(schemes)}://HOST:PORT"
     try:
         parts = urlsplit(url.strip())
         host, port = parts.hostname, parts.port
@@ -147,7 +148,7 @@ def normal_url(url: str, field: str, *, schemes: tuple[str, ...] = SCHEMES) -> s
     if parts.scheme not in schemes or not host or parts.username or parts.query or parts.fragment:
         raise OptionInvalid(field, problem)
     if parts.scheme in ("grpc", "grpcs") and port is None:
-        raise OptionInvalid(field, f"{url!r} names no port")
+        raise OptionInvalid(field, f"{shown_url(url)} names no port")
     if is_link_local(host):
         raise OptionInvalid(field, f"{host} is a link-local address, which no worker may have")
     named = f"[{host}]" if ":" in host else host
