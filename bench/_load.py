@@ -25,6 +25,7 @@ HEAD = (
 LAST_CHUNK = b"0\r\n\r\n"
 ROOM = memoryview(bytearray(262_144))
 SILENCE_S = 10.0
+WARM_LIMIT_S = 60.0
 
 
 class Failed(Exception):
@@ -38,6 +39,7 @@ class Connection:
     number_at: int
     asked_ns: int = 0
     begun: bool = False
+    had: int = 0
 
 
 @dataclass(slots=True)
@@ -83,11 +85,14 @@ class Load:
             self._poll.register(one, select.EPOLLIN)
             self._ask(connection)
 
-    def run(self, seconds: float) -> None:
+    def run(self, seconds: float, *, until_all_had: int | None = None) -> None:
+        """`until_all_had`: no longer than until every connection had so many answers, or as many reads of a stream."""
         until_s = time.perf_counter() + seconds
         heard_s = time.perf_counter()
         take = self._take_events if self._stream else self._take_answer
         while (now_s := time.perf_counter()) < until_s:
+            if until_all_had is not None and all(one.had >= until_all_had for one in self._connections.values()):
+                return
             ready = self._poll.poll(min(until_s - now_s, 1.0))
             for descriptor, _ in ready:
                 connection = self._connections[descriptor]
@@ -100,12 +105,14 @@ class Load:
     def _take_answer(self, connection: Connection, data: bytes) -> None:
         self._check(connection, data)
         if data.endswith((JSON_TAIL, LAST_CHUNK)):
+            connection.had += 1
             self.seen.answers += 1
             self.seen.latencies_ns.append(time.monotonic_ns() - connection.asked_ns)
             self._ask(connection)
 
     def _take_events(self, connection: Connection, data: bytes) -> None:
         self._check(connection, data)
+        connection.had += 1
         events = data.count(b"data: {")
         self.seen.events += events
         at = data.rfind(STAMP)
@@ -140,6 +147,7 @@ def measure(options: argparse.Namespace) -> dict[str, object]:
     load = Load(options)
     load.connect(options.ports, options.connections)
     load.run(options.warm)
+    load.run(WARM_LIMIT_S, until_all_had=1 if options.stream else 2)
     load.seen = seen = Seen()
     before_ns = {name: cpu_ns(pids) for name, pids in watched.items()}
     busy_ns, began_ns = machine_busy_ns(), time.monotonic_ns()
