@@ -1,33 +1,37 @@
 """A worker's KV events over gRPC: from kvherd's engine and bridge, and from the field's own servicers.
 
-The call is the same in SGLang's and vLLM's engine protocol; which one a server speaks is found by asking.
+The call is the same in SGLang's and vLLM's engine protocol; which one a server speaks is found by asking. It goes over
+our own HTTP/2 (`grpc_wire`): grpc.aio would cost as much a message as all the rest of a batch's way.
 """
 
 import asyncio
+from collections import deque
 from collections.abc import AsyncGenerator, Iterable, Sequence
 from contextlib import suppress
 from types import TracebackType
 from typing import Final, Self
 
-import grpc
-import grpc.aio
+from google.protobuf.message import DecodeError
 from smg_grpc_proto.generated import common_pb2 as pb
 
-from kvherd.adapters.addresses import addresses_of
+from kvherd.adapters.grpc_wire import WireStream
+from kvherd.adapters.grpc_wires import GrpcWires
 from kvherd.adapters.tls import ClientTls
 from kvherd.core.ids import Epoch, Rank
 from kvherd.core.kv.stream import BatchUntranslatable, EventsUnsupported, StreamBroken, StreamUntranslatable
 from kvherd.ports.kv_feed import FeedItem, Subscribed
-from kvherd.wire.kv_pb import KvPbDecoder, encode_subscribe, epoch_in
+from kvherd.wire.kv_pb import EPOCH_KEY, KvPbDecoder, encode_subscribe, epoch_in
 from kvherd.wire.kv_status import stream_error
 
 METHODS: Final = (
     "/sglang.grpc.scheduler.SglangScheduler/SubscribeKvEvents",
     "/vllm.grpc.engine.VllmEngine/SubscribeKvEvents",
 )
-MAX_MESSAGE_BYTES: Final = 64 * 2**20
-"""kvherd cuts its batches to half a megabyte; the field's servicers pass on whatever an engine publishes."""
+_MOST_WAITING_BYTES: Final = 2**20
+"""Of messages that came and were not read yet; what one call of the event loop brings may be more."""
 _REFUSAL_S: Final = 0.05
+
+_parse = pb.KvEventBatch.FromString
 
 
 class GrpcKvFeed:
@@ -59,86 +63,109 @@ class GrpcKvFeed:
     async def subscribe(self, cursors: dict[Rank, int], epoch: Epoch | None) -> AsyncGenerator[FeedItem, None]:
         await self._look_where()
         start, metadata = encode_subscribe(cursors, epoch)
-        request = pb.SubscribeKvEventsRequest(start_sequence_number=start)
-        async with self._channel() as channel:
-            call, told = await self._call(channel, request, [*self._metadata, *metadata])
-            try:
-                yield Subscribed(told)
-                decoder = KvPbDecoder()
-                async for message in call:
-                    item = decoder.decode(message)
-                    if item is not None:
-                        yield item
-            except grpc.aio.AioRpcError as error:
-                raise _meaning(error) from error
-            except BatchUntranslatable as error:
-                raise StreamUntranslatable(error.reason) from error
-            finally:
-                call.cancel()
-        raise StreamBroken("the server ended the stream")
-
-    async def _look_where(self) -> None:
-        """grpc looks names up by itself: what it would reach is looked at first."""
+        request = pb.SubscribeKvEventsRequest(start_sequence_number=start).SerializeToString()
         host, _, port = self.target.rpartition(":")
+        wires = GrpcWires(host.strip("[]"), int(port), tls=self._tls)
         try:
-            await addresses_of(asyncio.get_running_loop(), host.strip("[]"), int(port))
-        except OSError as error:
-            raise StreamBroken(f"it cannot be reached: {error.strerror or error}") from None
+            inbox = await self._call(wires, request, [*self._metadata, *metadata])
+            yield Subscribed(inbox.epoch)
+            decoder = KvPbDecoder()
+            while (message := await inbox.next()) is not None:
+                item = decoder.decode(_parse(message))
+                if item is not None:
+                    yield item
+            raise inbox.end
+        except BatchUntranslatable as error:
+            raise StreamUntranslatable(error.reason) from error
+        except DecodeError as error:
+            raise StreamBroken(f"a message that is none: {error}") from None
+        finally:
+            wires.close()
 
-    async def _call(
-        self, channel: grpc.aio.Channel, request: pb.SubscribeKvEventsRequest, metadata: Iterable[tuple[str, str]]
-    ) -> tuple[grpc.aio.UnaryStreamCall, Epoch | None]:
-        """The accepted call, under the first name that the server knows, and the epoch it told."""
+    async def _call(self, wires: GrpcWires, request: bytes, metadata: Iterable[tuple[str, str]]) -> "_Inbox":
+        """The accepted call, under the first name that the server knows. Raises what a refusal means."""
         for method in self._methods:
-            stub = channel.unary_stream(
-                method,
-                request_serializer=pb.SubscribeKvEventsRequest.SerializeToString,
-                response_deserializer=pb.KvEventBatch.FromString,
-            )
-            call = stub(request, metadata=tuple(metadata))
+            inbox = _Inbox()
             try:
-                told = await _accepted(call)
+                inbox.follow(await wires.call(method, request, inbox, metadata))
+            except OSError as error:
+                raise stream_error("UNAVAILABLE", str(error)) from error
+            try:
+                await inbox.accepted()
             except EventsUnsupported:
                 continue
             self._methods = (method,)
-            return call, told
+            return inbox
         self._methods = METHODS
         raise EventsUnsupported
 
-    def _channel(self) -> grpc.aio.Channel:
-        options: list[tuple[str, str | int]] = [
-            ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-            ("grpc.use_local_subchannel_pool", 1),
-        ]
-        if self._tls is not None:
-            return self._tls.grpc_channel(self.target, options)
-        return grpc.aio.insecure_channel(self.target, options=options)
 
+class _Inbox:
+    """Implements `grpc_wire.Receiver`: what came of one call and is not read yet. `follow` its stream at once."""
 
-async def _accepted(call: grpc.aio.UnaryStreamCall) -> Epoch | None:
-    """Wait for the headers. Raises what a refusal means."""
-    try:
-        told = epoch_in(await call.initial_metadata())
-        if told is None:
-            # A refusal without headers looks like empty headers until its status is read, a moment later.
+    def __init__(self) -> None:
+        self.epoch: Epoch | None = None
+        self._stream: WireStream | None = None
+        self._status: tuple[str, str] | None = None
+        self._begun = False
+        self._waiting: deque[bytes] = deque()
+        self._waiting_bytes = 0
+        self._woken = asyncio.Event()
+
+    def follow(self, stream: WireStream) -> None:
+        self._stream = stream
+        stream.on_headers = self._begin
+
+    def message(self, data: bytes) -> None:
+        self._waiting.append(data)
+        self._waiting_bytes += len(data)
+        if self._waiting_bytes > _MOST_WAITING_BYTES and self._stream is not None:
+            self._stream.hold()
+        self._woken.set()
+
+    def ended(self, status: str, words: str) -> None:
+        self._status = status, words
+        self._woken.set()
+
+    def _begin(self) -> None:
+        self._begun, self.epoch = True, self._told_epoch()
+        self._woken.set()
+
+    async def accepted(self) -> None:
+        """Wait for the headers. Raises what a refusal means."""
+        while not self._begun and self._status is None:
+            await self._wake()
+        if self.epoch is None and self._status is None:
+            # A foreign server may send headers of nothing, and its refusal a moment later.
             with suppress(TimeoutError):
                 async with asyncio.timeout(_REFUSAL_S):
-                    await call.wait_for_connection()
-                    await call.code()
-        if call.done():
-            raise await _refusal(call)
-    except grpc.aio.AioRpcError as error:
-        raise _meaning(error) from error
-    except asyncio.CancelledError:
-        call.cancel()
-        raise
-    return told
+                    await self._wake()
+        if self._status is not None and not self._waiting:
+            raise self.end
 
+    async def next(self) -> bytes | None:
+        """The next message; None once the stream ended, and `end` says how."""
+        while not self._waiting:
+            if self._status is not None:
+                return None
+            await self._wake()
+        data = self._waiting.popleft()
+        self._waiting_bytes -= len(data)
+        if self._stream is not None and self._stream.held and not self._waiting:
+            self._stream.release()
+        return data
 
-async def _refusal(call: grpc.aio.UnaryStreamCall) -> Exception:
-    code, details = await call.code(), await call.details()
-    return stream_error(code.name, details or "no reason given", epoch_in(await call.trailing_metadata()))
+    @property
+    def end(self) -> Exception:
+        status, words = self._status or ("UNKNOWN", "")
+        if status == "OK":
+            return StreamBroken("the server ended the stream")
+        return stream_error(status, words or "no reason given", self._told_epoch())
 
+    async def _wake(self) -> None:
+        self._woken.clear()
+        await self._woken.wait()
 
-def _meaning(error: grpc.aio.AioRpcError) -> Exception:
-    return stream_error(error.code().name, error.details() or "no reason given", epoch_in(error.trailing_metadata()))
+    def _told_epoch(self) -> Epoch | None:
+        told = None if self._stream is None else self._stream.metadata.get(EPOCH_KEY.encode())
+        return epoch_in([] if told is None else [(EPOCH_KEY, told)])

@@ -11,7 +11,7 @@ a stream back stops that stream's engine after `WINDOW_BYTES`, and no other stre
 import asyncio
 import logging
 import socket
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Final, Protocol, cast
 
 import hpack
@@ -53,9 +53,23 @@ _NOBODY: Final = _Nobody()
 
 
 class WireStream:
-    """One call under way."""
+    """One call under way. `metadata`: what came with its headers or, once it ended, with its status.
 
-    __slots__ = ("_wire", "buffer", "held", "number", "receiver", "to_send", "unacknowledged", "window")
+    `on_headers`, if it is set, is called when the headers come; a refusal may come without them.
+    """
+
+    __slots__ = (
+        "_wire",
+        "buffer",
+        "held",
+        "metadata",
+        "number",
+        "on_headers",
+        "receiver",
+        "to_send",
+        "unacknowledged",
+        "window",
+    )
 
     def __init__(self, wire: "GrpcWire", number: int, receiver: Receiver, to_send: bytes, window: int) -> None:
         self._wire = wire
@@ -66,6 +80,8 @@ class WireStream:
         self.buffer = bytearray()
         self.unacknowledged = 0
         self.held = False
+        self.metadata: dict[bytes, bytes] = {}
+        self.on_headers: Callable[[], None] | None = None
 
     def hold(self) -> None:
         """Take no more than is on its way already, until `release`."""
@@ -257,13 +273,17 @@ class GrpcWire(asyncio.Protocol):
         number, self._block_of = self._block_of, 0
         # Of a stream that is forgotten too: the table that follows depends on it.
         headers = dict(self._headers.decode(bytes(self._block), raw=True))
+        stream = self._streams.get(number)
+        if stream is not None:
+            stream.metadata = headers
         if self._block_ends:
             self._end(number, *http2.status_of_headers(headers))
         elif headers.get(b":status", b"200") != b"200" and not headers.get(b":status", b"").startswith(b"1"):
-            stream = self._streams.get(number)
             if stream is not None:
                 self.forget(stream)
                 stream.receiver.ended(*http2.status_of_headers(headers))
+        elif stream is not None and stream.on_headers is not None:
+            stream.on_headers()
 
     def _settle(self, flags: int, payload: bytes) -> None:
         if flags & http2.ACK:
