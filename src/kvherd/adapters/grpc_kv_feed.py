@@ -61,7 +61,6 @@ class GrpcKvFeed:
         """Nothing is held between subscriptions."""
 
     async def subscribe(self, cursors: dict[Rank, int], epoch: Epoch | None) -> AsyncGenerator[FeedItem, None]:
-        await self._look_where()
         start, metadata = encode_subscribe(cursors, epoch)
         request = pb.SubscribeKvEventsRequest(start_sequence_number=start).SerializeToString()
         host, _, port = self.target.rpartition(":")

@@ -505,7 +505,7 @@ async def test_a_batch_of_a_hundred_thousand_blocks_is_known_whole(way: Way) -> 
         await publisher.publish(stored(1))
         await stage.is_true()
         await publisher.publish(stored(1_000_000, blocks=100_000))
-        await stage.is_true(within_s=30)
+        await stage.is_true(within_s=90)
 
 
 # --- who follows -----------------------------------------------------------------------------------------------
