@@ -7,6 +7,7 @@ from kvherd.ports.worker import Flight, Landed, Responder
 from kvherd.services.gateway.access import AccessLog
 from kvherd.services.gateway.passage import Passage, launch_none, launch_within
 from kvherd.services.gateway.relay.edge import DataHandler, DataRequest, Launch
+from kvherd.wire.http_heads import first, without
 
 _HEADER = b"authorization"
 
@@ -41,7 +42,7 @@ class KeyedPath:
 
     def _admit(self, request: DataRequest) -> tuple[Account, DataRequest]:
         """Who asks; `Account.end` must follow. The request without the key, with its name."""
-        presented = next((value for name, value in request.headers if name == _HEADER), b"")
+        presented = first(request.headers, _HEADER) or b""
         try:
             account = self._keyring.account(presented)
             account.begin(asyncio.get_running_loop().time())
@@ -51,5 +52,4 @@ class KeyedPath:
         except KeyUnknown as error:
             self._access.refused(request, error)
             raise
-        headers = [header for header in request.headers if header[0] != _HEADER]
-        return account, request._replace(headers=headers, key=account.name)
+        return account, request._replace(headers=without(request.headers, _HEADER), key=account.name)

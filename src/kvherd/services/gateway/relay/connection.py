@@ -8,7 +8,7 @@ that only sends cannot fill the memory.
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, cast
@@ -215,7 +215,8 @@ class Connection(asyncio.Protocol):
             return
         self._flight = None
         if outcome is not None and isinstance(outcome, Coroutine):
-            self._task = self._premises.group.create_task(self._await(outcome, responder))
+            self._task = self._premises.group.create_task(self._await(lambda: outcome, responder))
+            self._task.add_done_callback(lambda _: outcome.close())  # cancelled before its first step it would linger
             return
         if outcome is not None:
             self._fail(responder, outcome)
@@ -255,12 +256,12 @@ class Connection(asyncio.Protocol):
                 return
             if self._flight is not None:
                 return
-        self._task = premises.group.create_task(self._await(self._call(incoming, responder), responder))
+        self._task = premises.group.create_task(self._await(partial(self._call, incoming, responder), responder))
 
-    async def _await(self, answer: Coroutine[Any, Any, None], responder: ConnectionResponder) -> None:
+    async def _await(self, answer: Callable[[], Awaitable[None]], responder: ConnectionResponder) -> None:
         """The task of a request that has one."""
         try:
-            await answer
+            await answer()
         except asyncio.CancelledError:
             if self._cut_off:
                 self._tell(responder, GatewayStopping())
