@@ -1,4 +1,4 @@
-"""Calls of one request and a stream of answers over HTTP/2, without grpc: for tokens, of which there are many.
+"""Calls of one request and a stream of answers over HTTP/2, without grpc: for tokens and KV events, which are many.
 
 grpc.aio costs some 60 µs of CPU a message in Python, whoever reads it: each wakes a task through a thread of its own.
 Here each is handed over in the very call of the event loop that brought its bytes.
