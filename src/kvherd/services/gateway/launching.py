@@ -114,6 +114,7 @@ class Launched:
     def _end_try(self, error: BaseException | None) -> None:
         if self._wait is not None:
             self._wait.over()
+            self._wait = None  # it refers back to this object
         self._path.tries.end(self._turn, error)
 
     def _abandoned(self) -> None:

@@ -29,6 +29,7 @@ class Passage:
         self.leave()
 
     def landed(self, outcome: Exception | Coroutine[Any, Any, None] | None) -> None:
+        del self.flight  # it refers back to this object
         if outcome is None or isinstance(outcome, Exception):
             self.leave()
             self._landed(outcome)

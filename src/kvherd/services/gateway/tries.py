@@ -15,6 +15,7 @@ from kvherd.services.gateway.parity import counted
 from kvherd.services.gateway.patience import with_deadline
 from kvherd.services.gateway.turn import Turn
 from kvherd.services.gateway.usage_samples import UsageSamples, WithoutUsage, uncompressed
+from kvherd.services.gateway.witness import unheard
 
 
 class Tries:
@@ -59,6 +60,7 @@ class Tries:
     def end(self, turn: Turn, error: BaseException | None) -> None:
         """It is over, however it ended; the worker's health learns from it."""
         member = turn.served_by
+        turn.witness.on_start = unheard  # else it would be the collector that finds the turn
         if error is None:
             self._fleet.request_succeeded(member, turn.request)
         elif isinstance(error, WorkerError) and not isinstance(error, WorkerRefused | WorkerUnsupported):

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from kvherd.ports.worker import Responder
 
 
-def _unheard() -> None:
+def unheard() -> None:
     return
 
 
@@ -20,7 +20,7 @@ class Witness:
         self.write = inner.write
         self.drain = inner.drain
         self.when_drained = inner.when_drained
-        self.on_start: Callable[[], None] = _unheard
+        self.on_start: Callable[[], None] = unheard
         self.status = 0
         self.over = False
         self.failure = ""
