@@ -159,6 +159,29 @@ async def test_a_full_pool_makes_requests_wait_and_a_waiter_may_leave() -> None:
         assert len(server.requests) == 19
 
 
+async def test_a_client_that_leaves_as_its_answer_ends_takes_nobody_else_s_connection_along() -> None:
+    """The connection is the next request's before the task of the one that was left learns of it."""
+    loop = asyncio.get_running_loop()
+    landed: asyncio.Future[object] = loop.create_future()
+
+    class Leaving(FakeResponder):
+        def write(self, data: bytes) -> None:
+            super().write(data)
+            loop.call_soon(begin_next)
+            left.cancel()
+
+    def begin_next() -> None:
+        assert worker.launch(call(), FakeResponder(), landed.set_result) is not None
+
+    async with RawServer(saying(json_answer(b"{}"))) as server, worker_at(server.url) as worker:
+        left = asyncio.create_task(worker.forward(call(), Leaving()))
+        with pytest.raises(asyncio.CancelledError):
+            await left
+        async with asyncio.timeout(10):
+            assert await landed is None
+        assert (server.connections, len(server.requests)) == (1, 2)
+
+
 @pytest.mark.parametrize(
     "pieces",
     [

@@ -95,8 +95,11 @@ class HttpPool:
     ) -> None:
         """Cancelled, it ends the connection."""
         over: asyncio.Future[Exception | None] = self.loop.create_future()
+        ours = True
 
         def tell(outcome: Exception | None) -> None:
+            nonlocal ours
+            ours = False
             if not over.done():
                 over.set_result(outcome)
 
@@ -107,7 +110,9 @@ class HttpPool:
                 sent()
             outcome = await over
         except BaseException:
-            if over.cancelled() or not over.done():  # else it is another's already
+            if (
+                ours
+            ):  # an exchange may end, and the connection be another's, before its task learns that it is cancelled
                 connection.cancel()
             raise
         if outcome is not None:
