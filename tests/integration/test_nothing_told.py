@@ -163,7 +163,7 @@ def by_operators(site: Site) -> None:
     worker = {"url": f"http://user:{WRONG}@127.0.0.1:1"}
     site.send("POST", "/workers", key=ADMIN, json=worker)
     site.send("POST", "/workers", key=ADMIN, json={"url": f"http://127.0.0.1:1/?key={WRONG}"})
-    site.send("POST", "/start_profile?worker=all", key=ADMIN, json={"output_dir": "/nowhere", "num_steps": 1})
+    site.send("POST", "/start_profile?worker=all", key=ADMIN, json={"output_dir": "/proc/nowhere", "num_steps": 1})
     site.send("POST", "/flush_cache", key=ADMIN)
 
 
