@@ -114,6 +114,12 @@ def throughput(cell: str, peer: str) -> Callable[[Results], float | None]:
     return lambda results: results.ratio(cell, "per_s", KVHERD, peer)
 
 
+GRPC_TOKENS = {
+    "alone": "grpc.aio alone, no text made",
+    "worker": "kvherd, detokenized",
+    "alone_tls": "grpc.aio alone, no text made, over TLS",
+    "worker_tls": "kvherd, detokenized, over TLS",
+}
 GOALS = (
     Goal("CPU a request, 1 KB, 64 connections, to SMG", cpu("json-1k-64", SMG), 0.2),
     Goal("CPU a request, 1 KB, 64 connections, to nginx", cpu("json-1k-64", NGINX), 2.0),
@@ -156,8 +162,7 @@ def table(results: Results) -> Iterable[str]:
         for name, sizes in results.memory_mb.items():
             yield f"{'':44}{name:15}{sizes['idle']:9.0f}{sizes['loaded']:12.0f}{sizes['highest']:10.0f}"
     for name, found in results.extra.get("grpc_tokens", {}).items():
-        said = {"alone": "grpc.aio alone, no text made", "worker": "kvherd, detokenized"}[name]
-        yield f"gRPC worker, CPU a token message, 64 streams: {said:30}{found['us_a_message']:8.1f} µs"
+        yield f"gRPC worker, CPU a token message, 64 streams: {GRPC_TOKENS[name]:38}{found['us_a_message']:8.1f} µs"
     yield f"\n{'goal':64}{'seen':>14}{'goal':>12}"
     for goal in GOALS:
         yield goal.line(results)
