@@ -20,6 +20,7 @@ from kvherd.services.gateway.access import AccessLog
 from kvherd.services.gateway.fleet import Fleet
 from kvherd.services.gateway.relay.edge import STORED, DataHandler, DataRequest
 from kvherd.services.gateway.usage_samples import uncompressed
+from kvherd.services.gateway.witness import Around
 from kvherd.wire.openai.stored import ToldNames, continued, is_name
 
 ASK_S: Final = 5.0
@@ -134,20 +135,14 @@ class _StoredPath:
             self._keepers.popitem(last=False)
 
 
-class _Learning:
-    """A `Responder` around another, which learns what the answer says to be stored."""
+class _Learning(Around):
+    """Learns what the answer says to be stored."""
 
     def __init__(self, inner: Responder, remember: Callable[[Sequence[str], WorkerId], None]) -> None:
-        self._inner = inner
+        super().__init__(inner)
         self._remember = remember
         self._worker = WorkerId("")
         self._told: ToldNames | None = None
-        self.drain = inner.drain
-        self.when_drained = inner.when_drained
-
-    @property
-    def started(self) -> bool:
-        return self._inner.started
 
     def start(self, status: int, headers: Sequence[tuple[bytes, bytes]]) -> None:
         named = {name.lower(): value for name, value in headers}
@@ -168,9 +163,6 @@ class _Learning:
             self._told.end()
             self._learn()
         self._inner.end()
-
-    def fail(self, reason: str) -> None:
-        self._inner.fail(reason)
 
     def _learn(self) -> None:
         if self._told is not None and self._told.found:

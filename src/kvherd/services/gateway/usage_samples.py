@@ -9,6 +9,7 @@ from kvherd.core.fleet.roster import Member
 from kvherd.ports.worker import Responder, WorkerKind
 from kvherd.services.gateway.metrics import GatewayMetrics
 from kvherd.services.gateway.turn import Turn
+from kvherd.services.gateway.witness import Around
 from kvherd.wire.openai.edits import with_usage
 from kvherd.wire.openai.taken_usage import TakenUsage
 
@@ -54,18 +55,12 @@ class UsageSamples:
         )
 
 
-class WithoutUsage:
-    """A `Responder` around another, for a stream whose client did not ask for the usage at its end."""
+class WithoutUsage(Around):
+    """For a stream whose client did not ask for the usage at its end."""
 
     def __init__(self, inner: Responder) -> None:
-        self._inner = inner
+        super().__init__(inner)
         self._taken: TakenUsage | None = None
-        self.drain = inner.drain
-        self.when_drained = inner.when_drained
-
-    @property
-    def started(self) -> bool:
-        return self._inner.started
 
     def start(self, status: int, headers: Sequence[tuple[bytes, bytes]]) -> None:
         named = {name.lower(): value for name, value in headers}

@@ -9,25 +9,36 @@ def unheard() -> None:
     return
 
 
-class Witness:
-    """A `Responder` around another. `on_start` is called when an answer begins."""
+class Around:
+    """What every `Responder` around another passes on as it is. Who extends it adds `write`."""
 
-    __slots__ = ("_inner", "drain", "failure", "on_start", "over", "status", "when_drained", "write")
+    __slots__ = ("_inner", "drain", "when_drained")
 
     def __init__(self, inner: Responder) -> None:
         self._inner = inner
-        # The bytes themselves are none of its business: a call less for each of them.
-        self.write = inner.write
         self.drain = inner.drain
         self.when_drained = inner.when_drained
-        self.on_start: Callable[[], None] = unheard
-        self.status = 0
-        self.over = False
-        self.failure = ""
 
     @property
     def started(self) -> bool:
         return self._inner.started
+
+    def fail(self, reason: str) -> None:
+        self._inner.fail(reason)
+
+
+class Witness(Around):
+    """`on_start` is called when an answer begins."""
+
+    __slots__ = ("failure", "on_start", "over", "status", "write")
+
+    def __init__(self, inner: Responder) -> None:
+        super().__init__(inner)
+        self.write = inner.write  # the bytes themselves are none of its business: a call less for each of them
+        self.on_start: Callable[[], None] = unheard
+        self.status = 0
+        self.over = False
+        self.failure = ""
 
     def start(self, status: int, headers: Sequence[tuple[bytes, bytes]]) -> None:
         self.status = status
