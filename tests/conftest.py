@@ -2,6 +2,8 @@
 
 import asyncio
 import inspect
+import resource
+from collections.abc import Iterator
 
 import pytest
 from hypothesis import settings
@@ -24,3 +26,13 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     else:
         virtual_time(main)
     return True
+
+
+@pytest.fixture
+def descriptors() -> Iterator[int]:
+    """As many as the system allows, within the test; the number."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = 65536 if hard == resource.RLIM_INFINITY else min(hard, 65536)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+    yield most
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

@@ -2,9 +2,8 @@
 
 import asyncio
 import json
-import resource
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 
@@ -57,15 +56,6 @@ async def before(start: Start, worker: QuickServer, *options: str) -> AsyncItera
     async with worker:
         gateway = await asyncio.to_thread(begin_gateway, start, worker.url, up=1, options=options)
         yield Stage(gateway, gateway.port)
-
-
-@pytest.fixture
-def descriptors() -> Iterator[int]:
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    most = 65536 if hard == resource.RLIM_INFINITY else min(hard, 65536)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
-    yield most
-    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 async def test_a_flood_past_the_bound_is_told_to_return_and_leaves_memory_flat(start: Start) -> None:

@@ -5,7 +5,7 @@ import contextlib
 import json
 import resource
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
 
 import pytest
@@ -22,16 +22,6 @@ pytestmark = pytest.mark.net
 SLOW_CLIENTS = 1000
 MB = 1024 * 1024
 HEAD = b"POST /v1/x HTTP/1.1\r\nHost: h\r\nContent-Length: %d\r\n\r\n"
-
-
-@pytest.fixture
-def descriptors() -> Iterator[int]:
-    """As many as the system allows, within the test; the number."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    most = 65536 if hard == resource.RLIM_INFINITY else min(hard, 65536)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
-    yield most
-    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def take_all(held: ExitStack) -> None:
