@@ -151,6 +151,22 @@ async def test_a_refusal_arrives_with_its_words() -> None:
         assert (await (await call(wires, name="Nothing"))[1].over())[0] == "UNIMPLEMENTED"
 
 
+async def test_an_engine_is_told_what_is_left_and_ends_a_call_that_nobody_ends_here() -> None:
+    async with real() as (engine, wires):
+        now_s = asyncio.get_running_loop().time()
+        held, late = Heard(), Heard()
+        await wires.call(PATH + "Hold", b"asked", held, ends_s=now_s + 600)
+        await wires.call(PATH + "Hold", b"asked", late, ends_s=now_s - 1)
+        assert (await late.over())[0] == "DEADLINE_EXCEEDED"
+        await until(lambda: bool(engine.seen))
+        left_s = next(left_s for _, _, left_s in engine.seen if left_s is not None and left_s > 1)
+        assert 0 < 600 - left_s < 60
+        assert held.end is None
+        await call(wires)
+        await until(lambda: "Echo" in [name for name, _, _ in engine.seen])
+        assert [left_s for name, _, left_s in engine.seen if name == "Echo"] == [None]
+
+
 async def test_cancelling_ends_the_call_at_the_engine_and_no_other() -> None:
     async with real() as (engine, wires):
         held, _ = await call(wires, name="Hold")

@@ -25,8 +25,10 @@ from kvherd.core.errors import (
     WorkerUnreachable,
     WorkerUnsupported,
 )
+from kvherd.core.fleet.refusals import DeadlinePassed
 from kvherd.core.ids import RequestId, WorkerId
 from kvherd.ports.worker import NOT_HELD, Call, RankOutcome, WorkerKind
+from kvherd.testing.patience import until
 from kvherd.testing.sglang_engine import EngineScript, ScriptedSglang, serving
 from kvherd.testing.workers import FakeResponder
 
@@ -263,6 +265,29 @@ async def test_each_status_before_the_first_token_is_an_error_of_its_own(status:
             with pytest.raises(error):
                 await worker.forward(chat(stream=stream), responder)
         assert not responder.started
+
+
+@pytest.mark.parametrize("wired", [True, False])
+@pytest.mark.parametrize("fields", [{"stream": True}, {"stream": True, "n": 2}, {}])
+async def test_an_engine_drops_what_nobody_waits_for_and_has_not_failed(fields: dict[str, Any], *, wired: bool) -> None:
+    script, responder = EngineScript(stops_after=2), FakeResponder()
+    async with worker_before(script) as worker:
+        if not wired:
+            worker._wires = None
+        await worker.detect()
+        given_s = 1.0
+        asked = chat(**fields)._replace(ends=(asyncio.get_running_loop().time() + given_s, given_s))
+        with pytest.raises(DeadlinePassed, match="within the 1 s"):
+            await worker.forward(asked, responder)
+        await until(lambda: not script.alive)
+    assert not responder.failed
+
+
+async def test_an_engine_that_gives_up_long_before_a_deadline_has_failed() -> None:
+    async with worker_before(EngineScript(stops_after=0, then="DEADLINE_EXCEEDED")) as worker:
+        asked = chat()._replace(ends=(asyncio.get_running_loop().time() + 600, 600))
+        with pytest.raises(WorkerFailed, match="as told"):
+            await worker.forward(asked, FakeResponder())
 
 
 async def test_closing_the_worker_ends_an_answer_under_way_with_a_reason() -> None:

@@ -1,5 +1,7 @@
 """HTTP/2 frames and gRPC's messages as bytes."""
 
+import re
+
 import hpack
 import pytest
 from hypothesis import given
@@ -45,6 +47,29 @@ def test_headers_are_read_by_others_as_they_were_meant(value: str) -> None:
         "user-agent": "kvherd",
         "x-one": value,
     }
+
+
+@pytest.mark.parametrize(
+    ("seconds", "told"),
+    [
+        (1.5, "1500m"),
+        (0.0001, "1m"),
+        (-3.0, "1m"),
+        (99_999.999, "99999999m"),
+        (100_000.2, "100001S"),
+        (1e300, "99999999S"),
+    ],
+)
+def test_a_time_is_told_in_eight_digits_and_a_unit(seconds: float, told: str) -> None:
+    assert http2.timeout_value(seconds) == told
+
+
+@given(st.floats(0.001, 99_999_999))
+def test_a_time_that_is_told_is_never_less_than_it_is(seconds: float) -> None:
+    told = http2.timeout_value(seconds)
+    assert re.fullmatch(r"[0-9]{1,8}[mS]", told)
+    unit_s = {"m": 0.001, "S": 1.0}[told[-1]]
+    assert -1e-6 <= int(told[:-1]) * unit_s - seconds <= unit_s + 1e-6
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """The data path of a gRPC worker: HTTP bodies in, tokens over the wire, HTTP answers out."""
 
+import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from dataclasses import dataclass, replace
@@ -24,6 +25,7 @@ from kvherd.core.errors import (
     WorkerUnreachable,
     WorkerUnsupported,
 )
+from kvherd.core.fleet.refusals import DeadlinePassed
 from kvherd.core.ids import Rank, WorkerId
 from kvherd.core.text.calls import ChatCall, CompletionCall
 from kvherd.ports.worker import Call, Responder
@@ -34,9 +36,13 @@ from kvherd.wire.status import worker_error
 from kvherd.wire.worker_pb import ResponseReader, encode_request
 
 Answer = Callable[[Call, Responder], Awaitable[None]]
+Ends = tuple[float, float] | None
+"""As in a `Call`."""
 
 _GENERATE = "/sglang.grpc.scheduler.SglangScheduler/Generate"
 _JSON = [(b"content-type", b"application/json")]
+_CLOCKS_DIFFER_S = 0.1
+_LONGEST_S = 1e8
 _EVENT_STREAM = [(b"content-type", b"text/event-stream"), (b"cache-control", b"no-cache")]
 
 
@@ -87,16 +93,16 @@ class GrpcGenerations:
             raise WorkerUnsupported(self._worker, f"{call.method} {path} over gRPC")
         await answer(call, responder)
 
-    async def generate(self, request: GenerationRequest) -> AsyncGenerator[TokenDelta, None]:
+    async def generate(self, request: GenerationRequest, ends: Ends = None) -> AsyncGenerator[TokenDelta, None]:
         """Implements `ports.completions.Generate`. Closing it cancels the call, which aborts it on the engine."""
         reader = self._reader(request)
         if self._wires is not None:
-            async with aclosing(self._pull(self._wires, request, reader)) as deltas:
+            async with aclosing(self._pull(self._wires, request, reader, ends)) as deltas:
                 async for delta in deltas:
                     yield delta
             return
         with rpc_errors(self._worker, "Generate"):
-            call = self._stub.Generate(encode_request(request))
+            call = self._stub.Generate(encode_request(request), timeout=_left_s(ends))
             try:
                 async for response in call:
                     delta = reader.read(response)
@@ -106,13 +112,13 @@ class GrpcGenerations:
             except FrameInvalid as error:
                 raise WorkerFailed(self._worker, str(error)) from error
             except grpc.aio.AioRpcError as error:
-                raise self._failure(error.code().name, error.details() or "") from error
+                raise self._failure(error.code().name, error.details() or "", ends) from error
             finally:
                 call.cancel()
-        raise self._failure("OK", "")
+        raise self._failure("OK", "", ends)
 
-    def _generate_at(self, rank: Rank | None) -> Callable[[GenerationRequest], AsyncGenerator[TokenDelta, None]]:
-        return lambda request: self.generate(_at_rank(request, rank))
+    def _generate_for(self, call: Call) -> Callable[[GenerationRequest], AsyncGenerator[TokenDelta, None]]:
+        return lambda request: self.generate(_at_rank(request, call.rank), call.ends)
 
     def _reader(self, request: GenerationRequest) -> ResponseReader:
         """Of its responses. Raises `WorkerUnsupported` for what this worker would drop."""
@@ -122,17 +128,18 @@ class GrpcGenerations:
         eos = () if request.limits.ignore_eos else self._traits.eos_token_ids
         return ResponseReader({*request.limits.stop_token_ids, *eos})
 
-    async def _open(self, wires: GrpcWires, request: GenerationRequest, receiver: Receiver) -> WireStream:
+    async def _open(self, wires: GrpcWires, request: GenerationRequest, receiver: Receiver, ends: Ends) -> WireStream:
+        data, ends_s = encode_request(request).SerializeToString(), None if ends is None else ends[0]
         try:
-            return await wires.call(_GENERATE, encode_request(request).SerializeToString(), receiver)
+            return await wires.call(_GENERATE, data, receiver, ends_s=ends_s)
         except OSError as error:
             raise WorkerUnreachable(self._worker, str(error)) from error
 
     async def _pull(
-        self, wires: GrpcWires, request: GenerationRequest, reader: ResponseReader
+        self, wires: GrpcWires, request: GenerationRequest, reader: ResponseReader, ends: Ends
     ) -> AsyncGenerator[TokenDelta, None]:
         pulled = Pulled()
-        stream = pulled.stream = await self._open(wires, request, pulled)
+        stream = pulled.stream = await self._open(wires, request, pulled, ends)
         complete = False
         try:
             while (data := await pulled.next()) is not None:
@@ -145,14 +152,14 @@ class GrpcGenerations:
             raise WorkerFailed(self._worker, str(error)) from error
         finally:
             stream.leave() if complete else stream.cancel()
-        raise self._failure(*(pulled.status or ("OK", "")))
+        raise self._failure(*(pulled.status or ("OK", "")), ends)
 
     async def _push(self, wires: GrpcWires, answer: StreamedAnswer, call: Call, responder: Responder) -> None:
         """As `answer`, for one generation that streams."""
         request = _at_rank(answer.plan.runs[0].request, call.rank)
         head = [*_EVENT_STREAM, *_extra(call)]
         pushed = Pushed(self._reader(request), answer, responder, head=head, on_first_token=call.on_first_token)
-        stream = pushed.stream = await self._open(wires, request, pushed)
+        stream = pushed.stream = await self._open(wires, request, pushed, call.ends)
         try:
             await pushed.run()
         finally:
@@ -162,23 +169,27 @@ class GrpcGenerations:
                 call.on_usage(answer.plan.usage())
             responder.write(answer.end())
             return responder.end()
-        failure = self._failure(*(pushed.status or ("OK", "")))
+        failure = self._failure(*(pushed.status or ("OK", "")), call.ends)
         if not responder.started:
             raise failure
         return self._break_off(failure, responder)
 
-    def _failure(self, status: str, words: str) -> KvherdError:
+    def _failure(self, status: str, words: str, ends: Ends) -> KvherdError:
         """Why a generation ended before it was complete."""
         match status:
             case "OK":
                 return WorkerFailed(self._worker, "its stream ended without a finish")
             case "INVALID_ARGUMENT":
                 return FieldInvalid("request", words or "the worker says that it is not valid")
+            case "DEADLINE_EXCEEDED" if ends is not None and _now_s() > ends[0] - _CLOCKS_DIFFER_S:
+                return DeadlinePassed(ends[1])  # the engine did as it was told, maybe a moment before we look
             case _:
                 return worker_error(self._worker, status, words, what="Generate", after_s=None)
 
     def _break_off(self, failure: KvherdError, responder: Responder) -> None:
         """Tell the client of an answer that began, and raise it for the worker's health."""
+        if isinstance(failure, DeadlinePassed):
+            raise failure
         broken = WorkerFailed(self._worker, getattr(failure, "reason", str(failure)))
         responder.fail(str(broken))
         raise broken from failure
@@ -198,7 +209,7 @@ class GrpcGenerations:
         self, openai: ChatCall | CompletionCall, call: Call, responder: Responder, *, brought: bool
     ) -> None:
         prompts = [list(call.prompt_token_ids)] if brought and call.prompt_token_ids else None
-        watch = _Watch(self._generate_at(call.rank), call.on_first_token)
+        watch = _Watch(self._generate_for(call), call.on_first_token)
         completions, request, on_usage = self._completions, call.request, call.on_usage
         if openai.options.stream and self._wires is not None:
             answer = completions.streamed(openai, request=request, prompts=prompts)
@@ -216,7 +227,7 @@ class GrpcGenerations:
 
     async def _generate_natively(self, call: Call, responder: Responder) -> None:
         native = decode_generate(call.body)
-        watch = _Watch(self._generate_at(call.rank), call.on_first_token)
+        watch = _Watch(self._generate_for(call), call.on_first_token)
         if native.call.options.stream:
             frames = self._native.stream(native, request=call.request, generate=watch.generate, on_usage=call.on_usage)
             return await self._stream(frames, watch, call, responder)
@@ -292,6 +303,15 @@ def _send(call: Call, responder: Responder, body: bytes) -> None:
 
 def _extra(call: Call) -> list[tuple[bytes, bytes]]:
     return list(call.extra_headers)
+
+
+def _now_s() -> float:
+    return asyncio.get_running_loop().time()
+
+
+def _left_s(ends: Ends) -> float | None:
+    """As grpc takes it."""
+    return None if ends is None else min(max(ends[0] - _now_s(), 0.001), _LONGEST_S)
 
 
 def _at_rank(request: GenerationRequest, rank: Rank | None) -> GenerationRequest:

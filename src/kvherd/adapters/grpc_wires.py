@@ -8,6 +8,7 @@ from typing import Final
 
 from kvherd.adapters.grpc_wire import GrpcWire, Receiver, WireStream
 from kvherd.adapters.tls import HTTP_2, ClientTls, connected, why_untrusted
+from kvherd.wire import http2
 
 CONNECT_S: Final = 5.0
 
@@ -34,12 +35,24 @@ class GrpcWires:
         return self._tls is not None
 
     async def call(
-        self, path: str, data: bytes, receiver: Receiver, metadata: Iterable[tuple[str, str]] = ()
+        self,
+        path: str,
+        data: bytes,
+        receiver: Receiver,
+        metadata: Iterable[tuple[str, str]] = (),
+        *,
+        ends_s: float | None = None,
     ) -> WireStream:
-        """Raises `OSError` if nobody can be reached, with the reason."""
+        """Raises `OSError` if nobody can be reached, with the reason.
+
+        The engine is told what is left until `ends_s`, by the event loop's clock; to end the call is the caller's.
+        """
         if self._tls is not None and self._secured_by is not self._tls.context(HTTP_2):
             self._retire()
         wire = self._usable() or await self._connected()
+        if ends_s is not None:
+            left_s = ends_s - asyncio.get_running_loop().time()
+            metadata = (*metadata, ("grpc-timeout", http2.timeout_value(left_s)))
         return wire.call(path, data, receiver, metadata)
 
     async def warm(self) -> None:

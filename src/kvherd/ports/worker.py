@@ -48,6 +48,9 @@ class Call(NamedTuple):
 
     `rank`, of an addressable worker, is to serve it, and the worker finds out how to say so.
 
+    `ends`: when nobody waits for its answer any more, by the event loop's clock, and how many seconds the client gave
+    it; the engine is told where it can be. An engine that ends it then has not failed: `DeadlinePassed` may be raised.
+
     `on_first_token` is called at most once, when the first piece of the answer's content goes out; `on_usage` at most
     once, before the answer ends, with what it cost, if the worker says. Both must be cheap and must not raise.
     """
@@ -64,6 +67,7 @@ class Call(NamedTuple):
     rank: Rank | None = None
     on_first_token: Callable[[], None] | None = None
     on_usage: Callable[[Usage], None] | None = None
+    ends: tuple[float, float] | None = None
 
 
 class Responder(Protocol):

@@ -4,6 +4,7 @@ Headers are written as literals that need no table at the other end (RFC 7541, 6
 of what was sent. Those that come are another matter, and a library's.
 """
 
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Final
 from urllib.parse import unquote
@@ -17,6 +18,7 @@ MOST_FRAME_BYTES: Final = 16_384
 """The largest frame that either end takes unless it says otherwise; we never do."""
 FIRST_WINDOW_BYTES: Final = 65_535
 LAST_STREAM: Final = 2**31 - 1
+_MOST_TIMEOUT: Final = 99_999_999
 
 DATA, HEADERS, RST_STREAM, SETTINGS, PING, GOAWAY, WINDOW_UPDATE, CONTINUATION = 0, 1, 3, 4, 6, 7, 8, 9
 END_STREAM = ACK = 0x1
@@ -107,6 +109,14 @@ def call_headers(authority: str, path: str, more: Iterable[tuple[str, str]] = ()
     named = b"\x04" + _text(path) + b"\x01" + _text(authority)  # :path and :authority, their names from there
     pairs = (("te", "trailers"), ("content-type", "application/grpc"), ("user-agent", "kvherd"), *more)
     return static + named + b"".join(b"\0" + _text(name) + _text(value) for name, value in pairs)
+
+
+def timeout_value(seconds: float) -> str:
+    """A time as `grpc-timeout` tells it, never less than it is: a whole number of at most 8 digits, and a unit."""
+    milliseconds = math.ceil(min(max(seconds, 0.001), _MOST_TIMEOUT) * 1000)
+    if milliseconds <= _MOST_TIMEOUT:
+        return f"{milliseconds}m"
+    return f"{min(math.ceil(milliseconds / 1000), _MOST_TIMEOUT)}S"
 
 
 def message(data: bytes) -> bytes:

@@ -516,6 +516,8 @@ async def test_each_worker_is_told_what_is_left_of_the_client_s_deadline() -> No
         assert answer.headers["x-kvherd-worker"] == BOB
         told = [dict(worker.calls[0].headers) for worker in (it.workers[ANN], it.workers[BOB])]
         assert [one[b"x-request-timeout"] for one in told] == [b"5.000", b"3.000"]
+        ends = [it.workers[worker].calls[0].ends for worker in (ANN, BOB)]
+        assert ends == [(asyncio.get_running_loop().time() + 3.0, 5.0)] * 2, "it ends when it ends, whoever serves it"
         assert [one[b"x-other"] for one in told] == [b"1", b"1"]
 
 

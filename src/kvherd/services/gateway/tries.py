@@ -114,6 +114,7 @@ class Tries:
             turn.rank if turn.wanted_rank is None else None,
             first_token,
             usage,
+            turn.ends,
         )
 
     def learn(self, turn: Turn, member: Member, now_s: float) -> None:
