@@ -8,6 +8,7 @@ from pathlib import Path
 
 from kvherd.adapters.chat_template import ChatTemplate
 from kvherd.adapters.gguf_vocabulary import read_vocabulary
+from kvherd.adapters.heap import give_back_freed_memory
 from kvherd.adapters.model_files import ModelFile
 from kvherd.adapters.sentencepiece import SPACE, leading_spaces_dropped
 from kvherd.adapters.vocabulary import Vocabulary, byte_characters, from_hf_files, hf_files, tiny_vocabulary
@@ -145,7 +146,7 @@ def tokenizer_from_zip(data: bytes) -> ModelTokenizer:
             if sum(entry.file_size for entry in chosen.values()) > ARCHIVE_LIMIT_BYTES:
                 raise FrameInvalid("tokenizer archive", f"it unpacks to more than {ARCHIVE_LIMIT_BYTES} bytes")
             files = {name: file.read(entry) for name, entry in chosen.items()}
-        return ModelTokenizer(from_hf_files(files))
+        return _built(files)
     except (zipfile.BadZipFile, ValueError, EOFError, RuntimeError, NotImplementedError) as error:
         raise FrameInvalid("tokenizer archive", str(error)) from error
 
@@ -154,8 +155,15 @@ def tokenizer_from_directory(path: Path) -> ModelTokenizer:
     """The tokenizer in a Hugging Face model directory. Raises `ModelMissing` with the reason, `ModelUnsupported`."""
     try:
         files = {name: (path / name).read_bytes() for name in _READ if (path / name).is_file()}
-        return ModelTokenizer(from_hf_files(files))
+        return _built(files)
     except ValueError as error:
         raise ModelMissing(str(path), str(error)) from error
     except OSError as error:
         raise ModelMissing(str(path), error.strerror or str(error)) from error
+
+
+def _built(files: dict[str, bytes]) -> ModelTokenizer:
+    made = ModelTokenizer(from_hf_files(files))
+    files.clear()
+    give_back_freed_memory()
+    return made

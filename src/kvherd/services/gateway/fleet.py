@@ -8,7 +8,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Self
 
-from kvherd.core.errors import KvherdError, OptionInvalid, WorkerError, WorkerTimedOut, WorkerUnreachable
+from kvherd.core.errors import OptionInvalid, WorkerError, WorkerTimedOut, WorkerUnreachable
 from kvherd.core.fleet.health import Down, Up
 from kvherd.core.fleet.roster import Member, Roster, Share
 from kvherd.core.fleet.spec import (
@@ -28,6 +28,7 @@ from kvherd.ports.worker import Worker, WorkerFacts
 from kvherd.services.gateway.fleet_edges import FeedFactory, FleetConfig, Following, TokenizerFactory, WorkerFactory
 from kvherd.services.gateway.orders import Addressee
 from kvherd.services.gateway.parity import compare
+from kvherd.services.gateway.tokenizers import Tokenizers
 
 log = logging.getLogger(__name__)
 
@@ -52,7 +53,6 @@ class Fleet:
         self._config = config or FleetConfig()
         self._worker_factory = worker_factory
         self._feed_factory = feed_factory
-        self._tokenizer_factory = tokenizer_factory
         self._following = following
         self._on_restart = on_restart
         self._dice = dice
@@ -63,7 +63,7 @@ class Fleet:
         self._leaving: dict[WorkerId, asyncio.Task[bool]] = {}
         self._last_ended: dict[WorkerId, asyncio.Event] = {}
         self._retiring: set[asyncio.Task[None]] = set()
-        self._tokenizers: dict[str, Tokenizer] = {}
+        self._tokenizers = Tokenizers(tokenizer_factory, deadline_s=self._config.tokenizer_deadline_s)
         self._group = asyncio.TaskGroup()
 
     async def __aenter__(self) -> Self:
@@ -190,7 +190,7 @@ class Fleet:
 
     def tokenizer(self, model: str) -> Tokenizer | None:
         """The tokenizer of a model, if any worker that serves it has told it."""
-        return self._tokenizers.get(model)
+        return self._tokenizers.of(model)
 
     def addressees(self) -> list[Addressee]:
         return [Addressee(self._workers[one.worker], one.kind) for one in self.roster]
@@ -233,7 +233,7 @@ class Fleet:
             await asyncio.sleep(pause_s * (0.5 + self._dice() / 2))
             pause_s = min(self._config.max_retry_s, pause_s * 2)
         while True:
-            await self._learn_tokenizer(member)
+            await self._tokenizers.learn(member)
             await self._check(member, worker)
             await self._compare_tokens(member, worker)
             wake.clear()
@@ -288,26 +288,9 @@ class Fleet:
             return
         self._following.add(member.worker, feed, model=member.models[0])
 
-    async def _learn_tokenizer(self, member: Member) -> None:
-        wanted = [model for model in member.models if model not in self._tokenizers]
-        source = member.tokenizer_from
-        if not wanted or source is None:
-            return
-        try:
-            async with asyncio.timeout(self._config.tokenizer_deadline_s):
-                tokenizer = await self._tokenizer_factory(source)
-        except (KvherdError, TimeoutError) as error:
-            problem = str(error) or f"nothing within {self._config.tokenizer_deadline_s:g} s"
-            if problem != member.tokenizer_problem:  # it is asked for again at every probe
-                log.warning("no tokenizer for %s from %s: %s", ", ".join(wanted), source, problem)
-            member.tokenizer_problem = problem
-            return
-        member.tokenizer_problem = ""
-        self._tokenizers.update(dict.fromkeys(wanted, tokenizer))
-
     async def _compare_tokens(self, member: Member, worker: Worker) -> None:
         """As soon as it can be, and again for as long as it does not say: does it make the same tokens of a prompt?"""
-        tokenizer = self._tokenizers.get(member.models[0]) if member.models else None
+        tokenizer = self._tokenizers.of(member.models[0]) if member.models else None
         if tokenizer is None or member.given_tokens or not isinstance(member.health.verdict, Up):
             return
         if self.now_s() >= member.compare_at_s:
