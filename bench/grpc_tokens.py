@@ -34,6 +34,7 @@ import uvloop
 from smg_grpc_proto.generated import sglang_scheduler_pb2 as pb
 from smg_grpc_proto.generated.sglang_scheduler_pb2_grpc import SglangSchedulerStub
 
+from kvherd.adapters.grpc_channel import secure_channel
 from kvherd.adapters.grpc_worker import GrpcWorker
 from kvherd.adapters.model_files import locate
 from kvherd.adapters.tls import ClientTls, TlsFiles, TlsOptions
@@ -122,7 +123,7 @@ def showing(place: str) -> ClientTls:
 
 
 async def alone(target: str, streams: int, tokens: int, tls: ClientTls | None = None) -> Counted:
-    async with tls.grpc_channel(target, []) if tls else grpc.aio.insecure_channel(target) as channel:
+    async with secure_channel(target, tls, []) if tls else grpc.aio.insecure_channel(target) as channel:
         stub = SglangSchedulerStub(channel)
 
         async def one(number: int) -> int:

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import lru_cache
 from typing import Any
 
 import grpc
@@ -11,6 +12,7 @@ import grpc.aio
 from kvherd.adapters.tls import ClientTls, trusting_this_machine
 from kvherd.core.errors import WorkerError, WorkerUnreachable
 from kvherd.core.ids import WorkerId
+from kvherd.ports.tls import Pem
 from kvherd.wire.grpc_keys import bearer
 from kvherd.wire.status import worker_error
 
@@ -40,8 +42,23 @@ def open_channel(target: str, tls: ClientTls | None = None, *, api_key: str | No
     keys = [_Bearer(api_key)] if api_key else None
     address, secured = grpc_target(target)
     if secured:
-        return (tls or trusting_this_machine()).grpc_channel(address, _OPTIONS, keys)
+        return secure_channel(address, tls or trusting_this_machine(), _OPTIONS, keys)
     return grpc.aio.insecure_channel(address, options=_OPTIONS, interceptors=keys)
+
+
+def secure_channel(
+    address: str, tls: ClientTls, options: list[tuple[str, str | int]], interceptors: list[Any] | None = None
+) -> grpc.aio.Channel:
+    """A channel to HOST:PORT over TLS; to be closed by the caller."""
+    named = [("grpc.ssl_target_name_override", tls.server_name)] if tls.server_name else []
+    credentials = _credentials(tls.pem())
+    return grpc.aio.secure_channel(address, credentials, options=[*options, *named], interceptors=interceptors)
+
+
+@lru_cache(maxsize=4)
+def _credentials(pem: Pem) -> grpc.ChannelCredentials:
+    """Shared by the channels that use the same files: each holds all the authorities that a machine trusts."""
+    return grpc.ssl_channel_credentials(pem.authorities, pem.key or None, pem.certificate or None)
 
 
 def grpc_target(url: str) -> tuple[str, bool]:

@@ -12,10 +12,9 @@ from pathlib import Path
 from typing import Any, Final, TypeVar
 from urllib.parse import urlsplit
 
-import grpc
-
 from kvherd.adapters.addresses import addresses_of
 from kvherd.core.errors import FrameInvalid, OptionInvalid
+from kvherd.ports.tls import Pem
 from kvherd.wire.certificate import expires_at
 
 log = logging.getLogger(__name__)
@@ -65,9 +64,7 @@ class TlsOptions:
 class _Held:
     """What the files said when they were read last."""
 
-    certificate: bytes
-    key: bytes
-    authorities: bytes | None
+    pem: Pem
     expires: datetime | None
 
 
@@ -89,15 +86,11 @@ class _Files:
             missing = options.key if files.key is None else options.certificate
             raise OptionInvalid(missing, "is missing: a certificate and its key come together")
         certificate = _bytes_of(files.certificate, options.certificate)
-        held = _Held(
-            certificate or b"",
-            _bytes_of(files.key, options.key) or b"",
-            _bytes_of(files.authorities, options.authorities),
-            self._expiry(certificate) if certificate is not None else None,
-        )
-        if held.authorities is not None:
-            self._expiry(held.authorities, options.authorities, files.authorities)
-        return held
+        key, authorities = _bytes_of(files.key, options.key), _bytes_of(files.authorities, options.authorities)
+        expires = self._expiry(certificate) if certificate is not None else None
+        if authorities is not None:
+            self._expiry(authorities, options.authorities, files.authorities)
+        return _Held(Pem(certificate or b"", key or b"", authorities), expires)
 
     def load(self, context: ssl.SSLContext) -> None:
         """Give the context what the files hold. Raises `OptionInvalid`."""
@@ -157,9 +150,8 @@ class FileServerTls:
     def expires_at_s(self) -> float:
         return self._held.expires.timestamp() if self._held.expires else 0.0
 
-    def grpc_credentials(self) -> grpc.ServerCredentials:
-        wants_clients = self._held.authorities is not None
-        return grpc.dynamic_ssl_server_credentials(self._grpc_configuration(), self._grpc_configuration, wants_clients)
+    def pem(self) -> Pem:
+        return self._held.pem
 
     def refresh(self) -> bool:
         if not self._files.changed():
@@ -185,10 +177,6 @@ class FileServerTls:
     def _give_newest(self, connection: ssl.SSLObject | ssl.SSLSocket, _name: str | None, _: ssl.SSLContext) -> None:
         connection.context = self._newest
 
-    def _grpc_configuration(self) -> grpc.ServerCertificateConfiguration:
-        held = self._held
-        return grpc.ssl_server_certificate_configuration([(held.key, held.certificate)], held.authorities)
-
 
 class ClientTls:
     """Implements `ports.tls.WorkerTls`, over HTTP and gRPC. Raises `OptionInvalid` for files that cannot be used."""
@@ -196,7 +184,7 @@ class ClientTls:
     def __init__(self, files: TlsFiles, options: TlsOptions) -> None:
         self._files = _Files(files, options)
         self._contexts: dict[str, ssl.SSLContext] = {}
-        self._credentials: grpc.ChannelCredentials | None = None
+        self._pem: Pem | None = None
         self._peers: dict[tuple[str, int], float] = {}
         self._take()
 
@@ -244,20 +232,22 @@ class ClientTls:
             context = self._contexts[protocol] = self._made(protocol)
         return context
 
-    def grpc_channel(
-        self, target: str, options: list[tuple[str, str | int]], interceptors: list[Any] | None = None
-    ) -> grpc.aio.Channel:
-        """A channel to HOST:PORT; to be closed by the caller."""
-        named = [("grpc.ssl_target_name_override", self.server_name)] if self.server_name else []
-        options = [*options, *named]
-        return grpc.aio.secure_channel(target, self._grpc_credentials(), options=options, interceptors=interceptors)
+    def pem(self) -> Pem:
+        """For libraries with a TLS of their own; with the authorities that this machine trusts, if no others are named:
+        they would take a list of theirs. The same until something was renewed.
+        """
+        if self._pem is None:
+            own = self._held.pem
+            authorities = own.authorities or _authorities_of(self.context(HTTP_2))
+            self._pem = Pem(own.certificate, own.key, authorities)
+        return self._pem
 
     def _take(self) -> None:
         held = self._files.read()
         # Files are loaded now, while they are known to be whole; who trusts this machine mostly never needs a context.
         named = self._files.files.certificate or self._files.files.authorities
         contexts = {protocol: self._made(protocol) for protocol in (HTTP_1, HTTP_2)} if named else {}
-        self._held, self._contexts, self._credentials = held, contexts, None
+        self._held, self._contexts, self._pem = held, contexts, None
 
     def _made(self, protocol: str) -> ssl.SSLContext:
         trusts_machine = self._files.files.authorities is None
@@ -266,16 +256,9 @@ class ClientTls:
         self._files.load(context)
         return context
 
-    def _grpc_credentials(self) -> grpc.ChannelCredentials:
-        if self._credentials is None:
-            held = self._held
-            authorities = held.authorities or _authorities_of(self.context(HTTP_2))
-            self._credentials = grpc.ssl_channel_credentials(authorities, held.key or None, held.certificate or None)
-        return self._credentials
-
 
 def _authorities_of(context: ssl.SSLContext) -> bytes | None:
-    """Whom this machine trusts: grpc would take a list of its own."""
+    """Whom this machine trusts."""
     return "".join(map(ssl.DER_cert_to_PEM_cert, context.get_ca_certs(binary_form=True))).encode() or None
 
 

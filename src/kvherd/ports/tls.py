@@ -1,7 +1,17 @@
 """What the gateway may rely on from certificates that are renewed while it runs."""
 
 import ssl
-from typing import Any, Protocol
+from dataclasses import dataclass, field
+from typing import Protocol
+
+
+@dataclass(frozen=True, slots=True)
+class Pem:
+    """A certificate chain and its key, empty if there is none, and whom the other side's must come from, if it must."""
+
+    certificate: bytes
+    key: bytes = field(repr=False)
+    authorities: bytes | None
 
 
 class Renewed(Protocol):
@@ -39,6 +49,6 @@ class ServerTls(Renewed, Protocol):
         """When the certificate expires, in seconds since 1970."""
         ...
 
-    def grpc_credentials(self) -> Any:  # noqa: ANN401 - grpc has no types
-        """`grpc.ServerCredentials`, to be asked for once."""
+    def pem(self) -> Pem:
+        """What the files said when they were read last, for libraries with a TLS of their own."""
         ...

@@ -5,9 +5,6 @@ of the wrong type, and a field nobody here knows, is refused by name: it must ne
 """
 
 import re
-from typing import Any
-
-from smg_grpc_proto.generated import common_pb2
 
 from kvherd.core.engine.profile import BOTH_STAGES, ProfileWish, Stage
 from kvherd.core.errors import FieldInvalid
@@ -34,7 +31,7 @@ _NUMBER = re.compile(r"[0-9]{1,10}")
 
 def decode_start_profile(body: bytes) -> ProfileWish:
     """Raises `BodyNotJson` or `FieldInvalid`. No body at all asks for a profile as it is by default."""
-    return _wish(_known(body, _FIELDS))
+    return wish_of(_known(body, _FIELDS))
 
 
 def decode_stop_profile(body: bytes) -> None:
@@ -42,14 +39,8 @@ def decode_stop_profile(body: bytes) -> None:
     _known(body, ())
 
 
-def read_start_profile(message: common_pb2.StartProfileRequest) -> ProfileWish:
-    """The fields that the gRPC protocol has. Raises `FieldInvalid`."""
-    given: dict[str, Any] = {name.name: value for name, value in message.ListFields()}
-    given["activities"] = list(message.activities)
-    return _wish(Fields(given))
-
-
-def _wish(fields: Fields) -> ProfileWish:
+def wish_of(fields: Fields) -> ProfileWish:
+    """Raises `FieldInvalid`."""
     return ProfileWish(
         output_dir=_directory(fields.text("output_dir", None)),
         start_step=_whole(fields, "start_step", low=0),

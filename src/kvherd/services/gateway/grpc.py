@@ -15,6 +15,7 @@ from kvherd.core.errors import KvherdError, PortInUse
 from kvherd.ports.tls import ServerTls
 from kvherd.services.gateway.caller import caller
 from kvherd.services.gateway.console import Console
+from kvherd.services.tls.grpc_credentials import server_credentials
 from kvherd.wire.gateway_pb import flush_response, worker_message
 from kvherd.wire.proto import kvherd_gateway_v1_pb2 as pb
 from kvherd.wire.proto import kvherd_gateway_v1_pb2_grpc as pb_grpc
@@ -84,7 +85,7 @@ class GatewayGrpc:
             if tls is None:
                 self.port = self._server.add_insecure_port(address)
             else:
-                self.port = self._server.add_secure_port(address, tls.grpc_credentials())
+                self.port = self._server.add_secure_port(address, server_credentials(tls))
         except RuntimeError:
             await self._server.stop(0)
             raise PortInUse(self.port, "--grpc-port") from None

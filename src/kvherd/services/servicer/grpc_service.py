@@ -24,7 +24,7 @@ from kvherd.services.servicer.facts import EngineFacts
 from kvherd.services.servicer.generations import Generations
 from kvherd.services.servicer.order_edge import checked_timeout, message_of, ranks_json
 from kvherd.services.servicer.profiles import ProfileDone, Profiles
-from kvherd.wire.profile_fields import read_start_profile
+from kvherd.wire.profile_pb import read_start_profile
 from kvherd.wire.sglang_pb import (
     ABORT_REASON_KEY,
     HOLD_KEY,
