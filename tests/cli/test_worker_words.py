@@ -12,6 +12,8 @@ def test_a_word_names_a_worker_and_all_that_is_said_of_it() -> None:
     labels = {"zone": "b", "sidecar": "http://a:9"}
     expected = WorkerSpec("grpc://a:1", "tcp://a:2", "tcp://a:3", bind=True, labels=labels, weight=2.0, resolve=True)
     assert worker_spec(word) == expected
+    assert worker_spec("http://a:1,engine_key_env=A") == WorkerSpec("http://a:1", engine_key_env="A")
+    assert worker_spec("http://a:1,engine_key_file=/run/a") == WorkerSpec("http://a:1", engine_key_file="/run/a")
 
 
 @pytest.mark.parametrize(

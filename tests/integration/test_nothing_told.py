@@ -26,6 +26,7 @@ pytestmark = pytest.mark.engine
 
 PROMPT = "zebraprompt"
 WEB, ADMIN, ENGINE, WRONG = "zebrakey-web-1", "zebrakey-admin-2", "zebrakey-engine-3", "zebrakey-wrong-4"
+OWN = "zebrakey-own-5"
 CANARIES = (PROMPT, "zebrakey")
 DEBUG = ("--log-level", "debug")
 PATIENCE_S = 30.0
@@ -76,10 +77,11 @@ def site(start: Start, tmp_path: Path) -> Iterator[Site]:
     bridge = begin_bridge(start, engine.grpc_url, *DEBUG)
     port, config = free_ports((0, 1)), tmp_path / "herd.toml"
     worker = f'[[workers]]\nurl = "{engine.url}"\n[[workers]]\nurl = "{bridge.url}"\n[[workers]]\nurl = "http://127.0.0.1:9"\n'
+    worker += 'engine_key_env = "OWN_KEY"\n'
     config.write_text(worker + '[[keys]]\nname = "web"\nenv = "WEB_KEY"\n')
     ports = ("--port", str(port), "--grpc-port", str(port + 1))
     words = ("gateway", "--config", str(config), *ports, "--access-log", str(tmp_path / "access.jsonl"), *DEBUG)
-    environment = {"WEB_KEY": WEB, "KVHERD_ADMIN_KEY": ADMIN, "KVHERD_ENGINE_API_KEY": ENGINE}
+    environment = {"WEB_KEY": WEB, "KVHERD_ADMIN_KEY": ADMIN, "KVHERD_ENGINE_API_KEY": ENGINE, "OWN_KEY": OWN}
     with ExitStack() as stack:
         command = [sys.executable, "-m", "kvherd.cli.main", *words]
         gateway = stack.enter_context(OwnedProcess(command, environment=environment))
@@ -163,6 +165,9 @@ def by_operators(site: Site) -> None:
     worker = {"url": f"http://user:{WRONG}@127.0.0.1:1"}
     site.send("POST", "/workers", key=ADMIN, json=worker)
     site.send("POST", "/workers", key=ADMIN, json={"url": f"http://127.0.0.1:1/?key={WRONG}"})
+    for key in (OWN, f"{OWN} two"):
+        site.send("POST", "/workers", key=ADMIN, json={"url": "http://127.0.0.1:10", "engine_key": key})
+        site.send("PATCH", "/workers/http-127.0.0.1-10", key=ADMIN, json={"engine_key": key})
     site.send("POST", "/start_profile?worker=all", key=ADMIN, json={"output_dir": "/proc/nowhere", "num_steps": 1})
     site.send("POST", "/flush_cache", key=ADMIN)
 

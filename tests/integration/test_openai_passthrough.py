@@ -63,7 +63,7 @@ async def gateway(*engines: OpenAiEngine, data_key: str | None = None, key: str 
 
     made = Gateway(
         config,
-        worker_factory=lambda url: HttpWorker(WorkerId(url), url),
+        worker_factory=lambda url, _: HttpWorker(WorkerId(url), url),
         feed_factory=nothing,
         tokenizer_factory=nothing,
     )

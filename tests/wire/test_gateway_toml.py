@@ -71,6 +71,13 @@ def test_an_empty_file_says_nothing() -> None:
             4,
             "url: http://a:1 stands here a second time",
         ),
+        (
+            '[[workers]]\nurl = "http://a:1"\nengine_key_file = "k"\nengine_key_env = "K"',
+            4,
+            "engine_key_env: stands beside engine_key_file",
+        ),
+        ('[[workers]]\nurl = "grpc://a:1"\nengine_key_env = "K"', 1, "engine_key: is for engines on HTTP"),
+        ('[[workers]]\nurl = "http://a:1"\nengine_key = "K"', 3, "engine_key: is unknown here; there are url"),
         ('[aliases]\nfast = ""', 2, "aliases: an alias and its model each have a name"),
         ('[aliases]\nfast = "slow"\nslow = "m"', 2, "aliases: 'fast' stands for 'slow', itself an alias"),
         ("[aliases]\nfast = 1", 1, "aliases[...]: expected str, got int"),

@@ -80,7 +80,8 @@ def command(
             "(then `replay` is where it replays them, and with `bind=1` the gateway listens and the engine connects); "
             "`tokenizer` is its model's directory, if it hands out none; `sidecar` the URL of a gRPC worker's HTTP "
             "sidecar if that is not one port above it; with `weight=2` it counts as twice as fast; `label.NAME` is a "
-            "label; with `resolve=1` every address of the host name is a worker. More can join at run time.",
+            "label; with `resolve=1` every address of the host name is a worker; `engine_key_file` or `engine_key_env` "
+            "is where its engine's own key is. More can join at run time.",
         ),
     ] = None,
     config: Annotated[
@@ -192,10 +193,12 @@ def command(
         runner.run(until_stopped(serving, supervised=supervised))
 
 
-def worker_at(url: str, *, engine_api_key: str | None = None, tls: ClientTls | None = None) -> Worker:
+def worker_at(
+    url: str, own_key: str | None, *, engine_api_key: str | None = None, tls: ClientTls | None = None
+) -> Worker:
     if url.startswith(GRPC):
         return GrpcWorker(WorkerId(url), tls=tls)
-    return HttpWorker(WorkerId(url), url, api_key=engine_api_key, tls=tls)
+    return HttpWorker(WorkerId(url), url, api_key=own_key or engine_api_key, tls=tls)
 
 
 def feed_of(source: EventSource, *, tls: ClientTls | None = None) -> KvFeed:

@@ -7,7 +7,8 @@ from kvherd.core.errors import OptionInvalid
 from kvherd.core.fleet.spec import SIDECAR, WorkerSpec
 
 _LABEL: Final = "label."
-_TEXTS: Final = ("events", "replay", "tokenizer", SIDECAR)
+_KEYS: Final = ("engine_key_file", "engine_key_env")
+_TEXTS: Final = ("events", "replay", "tokenizer", SIDECAR, *_KEYS)
 _FLAGS: Final = ("bind", "resolve")
 _KNOWN: Final = (*_TEXTS, *_FLAGS, "weight")
 _OPTION: Final = "--worker"
@@ -38,6 +39,8 @@ def worker_spec(word: str) -> WorkerSpec:
         labels=labels,
         weight=_weight(word, named.get("weight", "1")),
         resolve=_flag(word, "resolve", named),
+        engine_key_file=named.get("engine_key_file"),
+        engine_key_env=named.get("engine_key_env"),
     )
 
 

@@ -3,7 +3,8 @@
 models = ["llama"]                 # ready only when a worker serves each of these
 
 [[workers]]
-url = "http://10.0.0.7:8000"       # and events, replay, bind, tokenizer, labels, weight, draining, resolve
+url = "http://10.0.0.7:8000"       # and events, replay, bind, tokenizer, labels, weight, draining, resolve,
+                                   # engine_key_file or engine_key_env
 
 [aliases]
 "gpt-4o" = "llama"
@@ -26,7 +27,14 @@ import msgspec
 
 from kvherd.core.errors import OptionInvalid
 from kvherd.core.fleet.keyring import KeyLimits
-from kvherd.core.fleet.spec import ConfigInvalid, WorkerSpec, checked_labels, checked_weight, events_address
+from kvherd.core.fleet.spec import (
+    ConfigInvalid,
+    WorkerSpec,
+    checked_key_place,
+    checked_labels,
+    checked_weight,
+    events_address,
+)
 from kvherd.core.routing.late import LateBounds
 
 _AT: Final = re.compile(r"\(at line (\d+), column \d+\)")
@@ -68,6 +76,8 @@ class _Worker(msgspec.Struct, forbid_unknown_fields=True):
     weight: float = 1.0
     draining: bool = False
     resolve: bool = False
+    engine_key_file: str | None = None
+    engine_key_env: str | None = None
 
 
 class _Key(msgspec.Struct, forbid_unknown_fields=True):
@@ -139,6 +149,7 @@ class _Reader:
                 worker = spec.worker
                 checked_labels(spec.labels)
                 checked_weight(spec.weight)
+                checked_key_place(spec)
                 if not spec.resolve:  # a place for the address may stand there
                     events_address(spec)
             except OptionInvalid as error:

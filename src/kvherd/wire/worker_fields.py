@@ -11,7 +11,7 @@ _TEXTS: Final = {
     "replay": "tcp://HOST:PORT",
     "tokenizer": "/models/NAME, a directory of the gateway's machine",
 }
-_CHANGEABLE: Final = ("labels", "weight", "draining")
+_CHANGEABLE: Final = ("labels", "weight", "draining", "engine_key")
 
 
 def worker_spec(body: dict[str, Any]) -> WorkerSpec:
@@ -26,7 +26,9 @@ def worker_spec(body: dict[str, Any]) -> WorkerSpec:
     kept = {name: value for name, value in (change.labels or {}).items() if value is not None}
     weight = 1.0 if change.weight is None else change.weight
     rest = {name: value for name, value in body.items() if name not in _CHANGEABLE}
-    return WorkerSpec(**rest, labels=kept, weight=weight, draining=change.draining or False)
+    return WorkerSpec(
+        **rest, labels=kept, weight=weight, draining=change.draining or False, engine_key=change.engine_key
+    )
 
 
 def worker_change(body: dict[str, Any]) -> WorkerChange:
@@ -41,14 +43,16 @@ def worker_change(body: dict[str, Any]) -> WorkerChange:
 
 
 def _change(body: dict[str, Any]) -> WorkerChange:
-    labels, weight, draining = (body.get(name) for name in _CHANGEABLE)
+    labels, weight, draining, engine_key = (body.get(name) for name in _CHANGEABLE)
     if not isinstance(labels, dict | None) or not all(isinstance(one, str | None) for one in (labels or {}).values()):
         raise FieldInvalid("labels", 'must be an object of texts, such as {"zone": "a"}; null takes one away')
     if isinstance(weight, bool) or not isinstance(weight, int | float | None):
         raise FieldInvalid("weight", "must be a number")
     if not isinstance(draining, bool | None):
         raise FieldInvalid("draining", "must be true or false")
-    return WorkerChange(labels, None if weight is None else float(weight), draining)
+    if not isinstance(engine_key, str | None):
+        raise FieldInvalid("engine_key", "must be a text; an empty one takes it away")
+    return WorkerChange(labels, None if weight is None else float(weight), draining, engine_key)
 
 
 def _refuse_unknown(body: dict[str, Any], known: tuple[str, ...], lead: str) -> None:

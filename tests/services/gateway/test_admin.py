@@ -51,7 +51,7 @@ async def gateway_and_fleet(
         return ByteTokenizer()
 
     fleet = Fleet(
-        worker_factory=lambda url: known.get(WorkerId(url)) or FakeWorker(WorkerId(url)),
+        worker_factory=lambda url, _: known.get(WorkerId(url)) or FakeWorker(WorkerId(url)),
         feed_factory=lambda _: None,  # type: ignore[arg-type,return-value]
         tokenizer_factory=tokenizer,
         following=NoFollowing(),
@@ -137,7 +137,10 @@ async def test_a_worker_is_added_looked_at_and_removed_at_run_time() -> None:
         ({"url": "http://b:1", "events": "tcp://b:2", "bind": 1}, "bind: must be true or false"),
         (
             {"url": "http://b:1", "evnts": ""},
-            "evnts: is unknown here; a worker has url, events, replay, tokenizer, bind, labels, weight, draining",
+            (
+                "evnts: is unknown here; a worker has url, events, replay, tokenizer, bind, labels, weight, draining, "
+                "engine_key"
+            ),
         ),
         ([], "body: must be a JSON object, not a list"),
     ],
@@ -173,9 +176,9 @@ async def test_labels_weight_and_draining_are_changed_while_a_worker_is_a_member
 @pytest.mark.parametrize(
     ("body", "sentence"),
     [
-        ({}, "body: changes nothing; give one of labels, weight, draining"),
+        ({}, "body: changes nothing; give one of labels, weight, draining, engine_key"),
         ({"url": "http://x:1"}, "url: cannot be changed while it is a member; DELETE it, then POST it anew"),
-        ({"wait": 2}, "wait: is unknown here; what can be changed is labels, weight, draining"),
+        ({"wait": 2}, "wait: is unknown here; what can be changed is labels, weight, draining, engine_key"),
         ({"labels": {"zone": 1}}, 'labels: must be an object of texts, such as {"zone": "a"}; null takes one away'),
         ({"labels": {"zone": ""}}, "labels.zone: a name and a value have 1 to 256 characters each"),
         ({"weight": 0}, "weight: must be above 0 and at most 1000; to send nothing there, drain it"),

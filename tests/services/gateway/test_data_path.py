@@ -205,7 +205,7 @@ async def herd(
         return ByteTokenizer()
 
     fleet = Fleet(
-        worker_factory=lambda url: known[WorkerId(url)],
+        worker_factory=lambda url, _: known[WorkerId(url)],
         feed_factory=lambda _: NoFeed(),  # type: ignore[arg-type,return-value]
         tokenizer_factory=tokenizer,
         following=NoFollowing(),

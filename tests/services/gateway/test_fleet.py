@@ -71,7 +71,7 @@ async def yard(*workers: FakeWorker, config: FleetConfig | None = None) -> Async
         return ByteTokenizer()
 
     fleet = Fleet(
-        worker_factory=lambda url: known[WorkerId(url)],
+        worker_factory=lambda url, _: known[WorkerId(url)],
         feed_factory=feed,
         tokenizer_factory=tokenizer,
         following=following,
@@ -364,7 +364,7 @@ async def test_the_label_of_a_sidecar_reaches_the_worker() -> None:
 
 
 async def test_a_worker_that_cannot_be_made_is_no_member() -> None:
-    def none(_: str) -> FakeWorker:
+    def none(*_: object) -> FakeWorker:
         raise OptionInvalid("worker URL", "cannot be")
 
     async with yard() as it:
@@ -377,7 +377,7 @@ async def test_a_worker_that_cannot_be_made_is_no_member() -> None:
 async def test_a_renewed_connection_takes_what_comes_and_the_old_one_ends_with_what_it_has() -> None:
     made: list[FakeWorker] = []
 
-    def make(url: str) -> FakeWorker:
+    def make(url: str, key: str | None) -> FakeWorker:
         made.append(FakeWorker(WorkerId(url), facts=FACTS))
         return made[-1]
 

@@ -38,7 +38,7 @@ def gateway(worker: FakeWorker, *, port: int = 0, grpc_port: int = 0, policy: st
     config = GatewayConfig(port=port, grpc_port=grpc_port, workers=(WorkerSpec(worker.id),), policy=policy)
     return Gateway(
         config,
-        worker_factory=lambda _: worker,
+        worker_factory=lambda *_: worker,
         feed_factory=lambda _: SilentFeed(),
         tokenizer_factory=tokenizer,
     )

@@ -51,7 +51,7 @@ async def served(*workers: FakeWorker, admin_key: str | None = None) -> AsyncIte
         return ByteTokenizer()
 
     fleet = Fleet(
-        worker_factory=lambda url: known[WorkerId(url)],
+        worker_factory=lambda url, _: known[WorkerId(url)],
         feed_factory=lambda _: None,  # type: ignore[arg-type,return-value]
         tokenizer_factory=tokenizer,
         following=NoFollowing(),

@@ -71,7 +71,7 @@ async def running(
     async def tokenizer(_: str) -> Tokenizer:
         return ByteTokenizer()
 
-    def worker(url: str) -> Worker:
+    def worker(url: str, _: str | None) -> Worker:
         name = WorkerId(url)
         if url.startswith("http://fake"):
             return FakeWorker(name)

@@ -63,7 +63,7 @@ async def gateway_over(spec: WorkerSpec, path: PathConfig) -> AsyncIterator[http
 
     it = Gateway(
         GatewayConfig(port=0, grpc_port=0, workers=(spec,), path=path),
-        worker_factory=lambda url: HttpWorker(WorkerId(url), url),
+        worker_factory=lambda url, _: HttpWorker(WorkerId(url), url),
         feed_factory=feed_of,
         tokenizer_factory=tokenizer,
     )

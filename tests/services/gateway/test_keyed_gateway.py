@@ -60,7 +60,7 @@ async def guarded(
         data_key=data_key,
     )
     made = Gateway(
-        config, worker_factory=lambda _: worker, feed_factory=lambda _: NoFeed(), tokenizer_factory=tokenizer
+        config, worker_factory=lambda *_: worker, feed_factory=lambda _: NoFeed(), tokenizer_factory=tokenizer
     )
     async with made as it, httpx.AsyncClient(base_url=f"http://127.0.0.1:{it.port}", timeout=PATIENCE_S) as client:
         async with asyncio.timeout(PATIENCE_S):

@@ -138,7 +138,7 @@ async def stage(
         return ByteTokenizer()
 
     fleet = Fleet(
-        worker_factory=lambda url: workers[WorkerId(url)],
+        worker_factory=lambda url, _: workers[WorkerId(url)],
         feed_factory=lambda _: None,  # type: ignore[arg-type,return-value]
         tokenizer_factory=tokenizer,
         following=NoFollowing(),

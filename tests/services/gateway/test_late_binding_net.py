@@ -56,7 +56,7 @@ async def test_options_hold_a_request_and_the_file_lets_the_next_go(tmp_path: Pa
         late=LateBounds(longest_s=600.0),
     )
     made = Gateway(
-        config, worker_factory=lambda _: worker, feed_factory=lambda _: NoFeed(), tokenizer_factory=tokenizer
+        config, worker_factory=lambda *_: worker, feed_factory=lambda _: NoFeed(), tokenizer_factory=tokenizer
     )
     async with made as it, httpx.AsyncClient(base_url=f"http://127.0.0.1:{it.port}", timeout=PATIENCE_S) as client:
 

@@ -195,7 +195,7 @@ async def test_a_worker_is_compared_when_it_joins_and_again_when_it_returns() ->
         def returned(self, *_: object) -> None: ...
 
     fleet = Fleet(
-        worker_factory=lambda _: ann,
+        worker_factory=lambda *_: ann,
         feed_factory=lambda _: None,  # type: ignore[arg-type,return-value]
         tokenizer_factory=tokenizer,
         following=Nobody(),

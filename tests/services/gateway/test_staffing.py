@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 
@@ -52,7 +52,7 @@ async def staffed(names: Names | None = None) -> AsyncIterator[tuple[Staffing, F
         return ByteTokenizer()
 
     fleet = Fleet(
-        worker_factory=lambda url: FakeWorker(WorkerId(url)),
+        worker_factory=lambda url, _: FakeWorker(WorkerId(url)),
         feed_factory=lambda _: None,  # type: ignore[arg-type,return-value]
         tokenizer_factory=tokenizer,
         following=NoFollowing(),
@@ -79,6 +79,23 @@ async def test_workers_join_and_drain_as_the_file_says() -> None:
         fleet.request_ended(busy, RequestId("r"))
         await asyncio.sleep(1)
         assert members(fleet) == [BOB.url]
+
+
+async def test_a_worker_with_another_key_is_connected_to_anew_and_stays_a_member() -> None:
+    made: list[tuple[str, str | None]] = []
+
+    def make(url: str, key: str | None) -> FakeWorker:
+        made.append((url, key))
+        return FakeWorker(WorkerId(url))
+
+    async with staffed(Names({"herd": ["10.0.0.1"]})) as (staffing, fleet):
+        fleet._worker_factory = make
+        herd = WorkerSpec("http://herd:1", resolve=True, engine_key="one")
+        for key in ("one", "one", "two", None):
+            staffing.want("file", [replace(herd, engine_key=key)])
+            await asyncio.sleep(1)
+            assert members(fleet) == ["http://10.0.0.1:1"]
+    assert made == [("http://10.0.0.1:1", key) for key in ("one", "two", None)]
 
 
 async def test_a_worker_that_two_sources_name_stays_while_one_does() -> None:

@@ -94,7 +94,7 @@ async def room(*names: WorkerId, most_names: int = 100) -> AsyncIterator[Room]:
     facts = WorkerFacts(WorkerKind.OPENAI_HTTP, ("m",))
     workers = {name: Keeping(name, facts=facts) for name in names}
     fleet = Fleet(
-        worker_factory=lambda url: workers[WorkerId(url)],
+        worker_factory=lambda url, _: workers[WorkerId(url)],
         feed_factory=lambda _: None,  # type: ignore[arg-type,return-value]
         tokenizer_factory=lambda _: None,  # type: ignore[arg-type,return-value]
         following=NoFollowing(),  # type: ignore[arg-type]

@@ -49,7 +49,8 @@ class WorkerSpec:
 
     `events`, `replay` and `bind` are where its KV events are, as in `EventSource`, if that is not its own to say;
     `tokenizer` is a directory of this machine with the model's tokenizer, if the worker hands out none. A worker of
-    `weight` 2 counts as twice as fast as it is. One that is `draining` takes no new request.
+    `weight` 2 counts as twice as fast as it is. One that is `draining` takes no new request. `engine_key` is what the
+    engine wants as its API key, if not what the others do; the file or the variable says where it is.
     """
 
     url: str
@@ -61,6 +62,9 @@ class WorkerSpec:
     weight: float = 1.0
     draining: bool = False
     resolve: bool = False
+    engine_key: str | None = field(default=None, repr=False)
+    engine_key_file: str | None = None
+    engine_key_env: str | None = None
 
     @property
     def worker(self) -> WorkerId:
@@ -88,17 +92,28 @@ class WorkerSpec:
 
     def connects_as(self, other: "WorkerSpec") -> bool:
         """They differ in nothing that only a new connection could take over."""
-        changed = replace(other, labels=self.labels, weight=self.weight, draining=self.draining)
+        changed = replace(
+            other,
+            labels=self.labels,
+            weight=self.weight,
+            draining=self.draining,
+            engine_key=self.engine_key,
+            engine_key_file=self.engine_key_file,
+            engine_key_env=self.engine_key_env,
+        )
         return self == changed
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerChange:
-    """What an operator may change of a worker that is a member; None leaves it. A label of None is taken away."""
+    """What an operator may change of a worker that is a member; None leaves it. A label of None is taken away, and an
+    empty `engine_key` too: then the worker is given the key that is for all.
+    """
 
     labels: Mapping[str, str | None] | None = None
     weight: float | None = None
     draining: bool | None = None
+    engine_key: str | None = field(default=None, repr=False)
 
 
 def checked_labels(labels: Mapping[str, str]) -> dict[str, str]:
@@ -119,6 +134,30 @@ def checked_weight(weight: float) -> float:
     if not math.isfinite(weight) or not 0 < weight <= _MOST_WEIGHT:
         raise OptionInvalid("weight", f"must be above 0 and at most {_MOST_WEIGHT:g}; to send nothing there, drain it")
     return float(weight)
+
+
+def checked_engine_key(worker: WorkerId, key: str | None) -> str | None:
+    """None for none. Raises `OptionInvalid`, which does not repeat it."""
+    if not key:
+        return None
+    if worker.startswith(GRPC):
+        raise OptionInvalid("engine_key", f"is for engines on HTTP; {worker} is on gRPC, where engines ask for none")
+    if not is_bearer(key):
+        raise OptionInvalid("engine_key", "must be of printable ASCII characters, without spaces")
+    return key
+
+
+def checked_key_place(spec: WorkerSpec) -> None:
+    """Raises `OptionInvalid` for a key that is said to be in two places, or is for nobody."""
+    if spec.engine_key_file is not None and spec.engine_key_env is not None:
+        raise OptionInvalid("engine_key_env", "stands beside engine_key_file; the key is in one place")
+    if spec.engine_key_file is not None or spec.engine_key_env is not None:
+        checked_engine_key(spec.worker, "-")
+
+
+def is_bearer(key: str) -> bool:
+    """It can stand in a header as it is."""
+    return key.isascii() and key.isprintable() and " " not in key
 
 
 def events_address(spec: WorkerSpec) -> str | None:

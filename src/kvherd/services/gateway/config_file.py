@@ -7,6 +7,7 @@ for one that says little.
 import asyncio
 import logging
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Final, Self
@@ -14,6 +15,7 @@ from typing import Final, Self
 from kvherd.core.errors import OptionInvalid
 from kvherd.core.fleet.keyring import DataKey, key_digest
 from kvherd.core.fleet.spec import ConfigInvalid
+from kvherd.services.gateway.key_places import read_key, with_engine_keys
 from kvherd.wire.gateway_toml import GatewayFile, KeyEntry, decode_gateway_file
 
 log = logging.getLogger(__name__)
@@ -90,8 +92,13 @@ class ConfigFile:
         except OSError as error:
             raise ConfigInvalid(str(self.path), 0, f"cannot be read: {error.strerror}") from None
         told = decode_gateway_file(data, str(self.path))
-        self._secrets = tuple(Path(key.file) for key in told.keys if key.file)
-        keys = [DataKey(key.name, key_digest(self._secret(key)), key.limits, key.weight) for key in told.keys]
+        places = (*(key.file for key in told.keys), *(one.engine_key_file for one in told.workers))
+        self._secrets = tuple(Path(place) for place in places if place)
+        try:
+            told = replace(told, workers=with_engine_keys(told.workers, self._environment))
+            keys = [DataKey(key.name, key_digest(self._secret(key)), key.limits, key.weight) for key in told.keys]
+        except OptionInvalid as error:
+            raise ConfigInvalid(str(self.path), 0, str(error)) from None
         twice = {key.digest for key in keys if sum(key.digest == one.digest for one in keys) > 1}
         if twice:
             names = ", ".join(key.name for key in keys if key.digest in twice)
@@ -99,19 +106,7 @@ class ConfigFile:
         return told, keys
 
     def _secret(self, key: KeyEntry) -> str:
-        if key.env is not None:
-            secret, where = self._environment.get(key.env, ""), f"the environment's {key.env}"
-        else:
-            where = str(key.file)
-            try:
-                secret = Path(where).read_text("ascii").strip()
-            except (OSError, UnicodeError) as error:
-                reason = getattr(error, "strerror", None) or "it is not ASCII"
-                raise ConfigInvalid(str(self.path), 0, f"key {key.name!r}: cannot read {where}: {reason}") from None
-        if len(secret) < _LEAST_KEY or not secret.isprintable() or " " in secret:
-            problem = f"key {key.name!r}: {where} must hold {_LEAST_KEY} or more printable characters without spaces"
-            raise ConfigInvalid(str(self.path), 0, problem)
-        return secret
+        return read_key(f"key {key.name!r}", key.file, key.env, self._environment, least=_LEAST_KEY)
 
     def _look(self) -> _Look:
         return tuple(map(_signature, (self.path, *self._secrets)))

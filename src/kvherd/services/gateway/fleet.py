@@ -17,6 +17,7 @@ from kvherd.core.fleet.spec import (
     SIDECAR,
     WorkerChange,
     WorkerSpec,
+    checked_engine_key,
     checked_labels,
     checked_weight,
     events_address,
@@ -58,6 +59,7 @@ class Fleet:
         self._dice = dice
         self._remark = remark
         self._workers: dict[WorkerId, Worker] = {}
+        self._keys: dict[WorkerId, str | None] = {}
         self._tending: dict[WorkerId, asyncio.Task[None]] = {}
         self._wakes: dict[WorkerId, asyncio.Event] = {}
         self._leaving: dict[WorkerId, asyncio.Task[bool]] = {}
@@ -88,12 +90,13 @@ class Fleet:
         worker = spec.worker
         events = self._events_of(spec)
         labels, weight = checked_labels(spec.labels), checked_weight(spec.weight)
+        key = checked_engine_key(worker, spec.engine_key)
         known = self.roster.get(worker)
         if known is not None:
             return known
         if len(self.roster) >= self._config.max_workers:
             raise OptionInvalid("url", f"{self._config.max_workers} workers are registered already, the limit here")
-        connection = self._worker_factory(worker)
+        connection = self._worker_factory(worker, key)
         connection.place_sidecar(labels.get(SIDECAR))
         member = Member(
             worker,
@@ -106,7 +109,7 @@ class Fleet:
             draining=spec.draining,
         )
         self.roster.join(member)
-        self._workers[worker] = connection
+        self._workers[worker], self._keys[worker] = connection, key
         self._wakes[worker] = asyncio.Event()
         self._tending[worker] = self._group.create_task(self._tend(member), name=f"tend {worker}")
         return member
@@ -121,25 +124,30 @@ class Fleet:
         weight = member.weight if change.weight is None else checked_weight(change.weight)
         if change.draining is False and member.leaves_at_s is not None:
             raise OptionInvalid("draining", f"{worker} is leaving; add it again when it has left")
+        key = self._keys[worker] if change.engine_key is None else checked_engine_key(worker, change.engine_key)
         self._workers[worker].place_sidecar(labels.get(SIDECAR))
         member.labels, member.weight = labels, weight
         if change.draining is not None:
             member.draining = change.draining
+        if key != self._keys[worker]:
+            self._keys[worker] = key
+            self.renew(lambda one: one == worker)
         return member
 
     def check(self, spec: WorkerSpec) -> None:
         """Raise the `OptionInvalid` that `add` would, whoever is a member."""
         checked_labels(spec.labels)
         checked_weight(spec.weight)
+        checked_engine_key(spec.worker, spec.engine_key)
         self._events_of(spec)
 
     def renew(self, which: Callable[[WorkerId], bool]) -> None:
-        """Connect anew to these workers, with the certificates of now; requests that are under way end as they are."""
+        """Connect anew to these workers, with the certificates and keys of now; what is under way ends as it is."""
         for worker in [one.worker for one in self.roster if which(one.worker) and one.leaves_at_s is None]:
             member, former = self.roster.get(worker), self._workers[worker]
             if member is None:
                 continue
-            self._workers[worker] = self._worker_factory(worker)
+            self._workers[worker] = self._worker_factory(worker, self._keys[worker])
             self._workers[worker].place_sidecar(member.labels.get(SIDECAR))
             self._tending[worker].cancel()
             self._tending[worker] = self._group.create_task(self._tend(member), name=f"tend {worker}")
@@ -350,7 +358,7 @@ class Fleet:
         self.roster.leave(worker)
         self._on_restart(worker)
         connection = self._workers.pop(worker)
-        del self._tending[worker], self._wakes[worker], self._last_ended[worker]
+        del self._tending[worker], self._wakes[worker], self._last_ended[worker], self._keys[worker]
         self._leaving.pop(worker, None)
         await connection.close()
         log.info("worker %s left%s", worker, "" if drained else "; its requests were cut off")

@@ -9,8 +9,8 @@ from kvherd.ports.completions import Tokenizer
 from kvherd.ports.kv_feed import EventSource, KvFeed
 from kvherd.ports.worker import Worker
 
-WorkerFactory = Callable[[str], Worker]
-"""Makes a worker from its URL; connects to nothing yet."""
+WorkerFactory = Callable[[str, str | None], Worker]
+"""Makes a worker from its URL and its engine's own key, if it has one; connects to nothing yet."""
 
 FeedFactory = Callable[[EventSource], KvFeed]
 """Makes a source of KV events from where they are; connects to nothing yet. Raises `OptionInvalid`."""

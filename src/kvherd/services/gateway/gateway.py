@@ -31,6 +31,7 @@ from kvherd.services.gateway.fleet_edges import FeedFactory, FleetConfig, Tokeni
 from kvherd.services.gateway.follow import Followers
 from kvherd.services.gateway.grpc import GatewayGrpc
 from kvherd.services.gateway.heal import HealMode, IdleFlushes
+from kvherd.services.gateway.key_places import with_engine_keys
 from kvherd.services.gateway.keyed import KeyedPath
 from kvherd.services.gateway.late_binding import LateBinding
 from kvherd.services.gateway.metrics import GatewayMetrics
@@ -216,7 +217,7 @@ class Gateway:
         keyring.replace(own)
         staffing = Staffing(fleet, resolve=self._resolve, names_period_s=config.names_period_s)
         await stack.enter_async_context(staffing)
-        staffing.want("command line", config.workers)
+        staffing.want("command line", await asyncio.to_thread(with_engine_keys, config.workers, config.environment))
         if config.config_file is None:
             return None
 

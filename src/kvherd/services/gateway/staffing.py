@@ -7,6 +7,7 @@ away until what is written about it changes.
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Iterable, Mapping
+from dataclasses import replace
 from types import TracebackType
 from typing import Final, Self
 from urllib.parse import urlsplit
@@ -184,18 +185,9 @@ def _host(spec: WorkerSpec) -> str:
 
 def _named(spec: WorkerSpec, host: str) -> WorkerSpec:
     """Labelled with the name that it was found by."""
-    return WorkerSpec(
-        spec.url,
-        spec.events,
-        spec.replay,
-        spec.bind,
-        spec.tokenizer,
-        labels={"host": host, **spec.labels},
-        weight=spec.weight,
-        draining=spec.draining,
-    )
+    return replace(spec, labels={"host": host, **spec.labels}, resolve=False)
 
 
 def _to(member: Member, spec: WorkerSpec) -> WorkerChange:
     gone = dict.fromkeys(member.labels.keys() - spec.labels.keys())
-    return WorkerChange({**gone, **spec.labels}, spec.weight, spec.draining)
+    return WorkerChange({**gone, **spec.labels}, spec.weight, spec.draining, spec.engine_key or "")
