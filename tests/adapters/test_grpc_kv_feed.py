@@ -75,6 +75,23 @@ async def test_a_refusal_just_after_headers_that_tell_nothing_is_a_refusal() -> 
             await anext(feed.subscribe({}, None))
 
 
+async def test_a_server_that_takes_the_call_and_says_nothing_is_given_up_and_told_so() -> None:
+    left = asyncio.Event()
+
+    async def say_nothing(_: Context) -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            left.set()
+
+    async with served(say_nothing) as feed:
+        feed._accept_s = 0.5
+        with pytest.raises(StreamBroken, match=r"it took the call and said nothing for 0\.5 s"):
+            await anext(feed.subscribe({}, None))
+        async with asyncio.timeout(10):
+            await left.wait()
+
+
 async def test_a_refusal_without_headers_tells_the_present_epoch() -> None:
     async def refuse(context: Context) -> None:
         context.set_trailing_metadata((("kvherd-epoch", "e" * 32),))

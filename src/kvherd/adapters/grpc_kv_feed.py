@@ -46,8 +46,11 @@ class GrpcKvFeed:
         *,
         metadata: Sequence[tuple[str, str]] = (),
         tls: ClientTls | None = None,
+        accept_s: float = 30.0,
     ) -> None:
+        """A server that takes the call and says nothing for `accept_s` has broken it. Who waits less ends it before."""
         self.target = target
+        self._accept_s = accept_s
         self._metadata = tuple(metadata)
         self._tls = tls
         self._methods: tuple[str, ...] = METHODS
@@ -90,7 +93,10 @@ class GrpcKvFeed:
             except OSError as error:
                 raise stream_error("UNAVAILABLE", str(error)) from error
             try:
-                await inbox.accepted()
+                async with asyncio.timeout(self._accept_s):
+                    await inbox.accepted()
+            except TimeoutError:
+                raise StreamBroken(f"it took the call and said nothing for {self._accept_s:g} s") from None
             except EventsUnsupported:
                 continue
             self._methods = (method,)
@@ -131,7 +137,7 @@ class _Inbox:
         self._woken.set()
 
     async def accepted(self) -> None:
-        """Wait for the headers. Raises what a refusal means."""
+        """Wait for the headers, as long as the caller lets it. Raises what a refusal means."""
         while not self._begun and self._status is None:
             await self._wake()
         if self.epoch is None and self._status is None:
