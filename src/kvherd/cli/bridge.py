@@ -188,9 +188,9 @@ async def run_bridge(plan: BridgePlan) -> None:
         await stack.enter_async_context(CertificateWatch(own=plan.tls, workers=plan.engine_tls, whose="this bridge's"))
         bridge = await stack.enter_async_context(Bridge(plan.config, front, identify=engine.identify, tls=plan.tls))
         if plan.metrics_port is not None:
-            await _show_metrics(
-                plan.metrics_port, BridgeMetrics(relay, streams, Pulse(engine.probe), tls=plan.tls), stack
-            )
+            pulse = Pulse(engine.probe)
+            metrics = BridgeMetrics(relay, streams, pulse, tls=plan.tls, handshakes=bridge.handshakes)
+            await _show_metrics(plan.metrics_port, metrics, stack)
         what = "the KV events and calls" if plan.speaks_grpc else "the KV events"
         scheme = "grpcs" if plan.tls else "grpc"
         log.info("serving %s of %s at %s://%s:%d", what, plan.engine, scheme, plan.config.host, plan.config.port)

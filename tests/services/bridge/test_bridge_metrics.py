@@ -19,6 +19,7 @@ from kvherd.services.bridge.metrics import BridgeMetrics, metrics_app
 from kvherd.services.bridge.pulse import Pulse, watched
 from kvherd.services.kv_relay.event_streams import EventStreams
 from kvherd.services.kv_relay.relay import KvRelay, RelayOptions
+from kvherd.services.tls.grpc_credentials import Handshakes
 from kvherd.testing.patience import until
 from kvherd.testing.publisher import FakePublisher
 
@@ -43,7 +44,9 @@ async def watched_relay(publisher: FakePublisher) -> AsyncIterator[tuple[KvRelay
     feed = ZmqFrameFeed(publisher.events_endpoint, publisher.replay_endpoint)
     async with KvRelay({publisher.rank: feed}, options=FAST) as relay:
         tls: Any = Certificate()
-        yield relay, BridgeMetrics(relay, EventStreams(relay), Pulse(well), tls=tls)
+        handshakes = Handshakes()
+        handshakes.begin()
+        yield relay, BridgeMetrics(relay, EventStreams(relay), Pulse(well), tls=tls, handshakes=handshakes)
 
 
 def samples(metrics: BridgeMetrics) -> dict[str, float]:

@@ -4,7 +4,7 @@ import asyncio
 import ssl
 from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
@@ -25,6 +25,7 @@ from kvherd.services.gateway.follow import Followers, FollowOptions
 from kvherd.services.kv_relay.event_streams import EventStreams
 from kvherd.services.kv_relay.relay import KvRelay, RelayOptions
 from kvherd.services.tls.certificates import CertificateWatch
+from kvherd.services.tls.grpc_credentials import Handshakes
 from kvherd.testing.certificates import DAY, Authority, IssuedFiles
 from kvherd.testing.patience import until
 from kvherd.testing.processes import free_ports
@@ -54,6 +55,8 @@ class Site:
     relay: KvRelay
     files: IssuedFiles
     port: int
+    handshakes: Handshakes = field(default_factory=Handshakes)
+    """Of the bridge that was started last."""
 
     def client(self, name: str = "gateway") -> ClientTls:
         mine = self.authority.issue(self.root, name)
@@ -68,6 +71,7 @@ class Site:
         watch = CertificateWatch(own=tls, workers=None, period_s=0.02, whose="this bridge's")
         bridge = Bridge(BridgeConfig(port=self.port, drain_s=0.1), front, identify=worker.detect, tls=tls)
         async with watch, bridge:
+            self.handshakes = bridge.handshakes
             yield tls, streams
 
 
@@ -136,6 +140,7 @@ async def test_who_shows_no_certificate_of_the_right_authority_hears_nothing(tmp
             with pytest.raises(StreamBroken):
                 async with asyncio.timeout(PATIENCE_S), aclosing(feed.subscribe({}, None)) as items:
                     await anext(items)
+        assert at.handshakes.begun >= 2, "those that fail are begun, too"
         plain = GrpcKvFeed(f"127.0.0.1:{at.port}")
         with pytest.raises(StreamBroken):
             async with asyncio.timeout(PATIENCE_S), aclosing(plain.subscribe({}, None)) as items:

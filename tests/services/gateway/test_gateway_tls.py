@@ -128,10 +128,18 @@ async def test_only_clients_with_a_certificate_of_the_right_authority_may_come(t
         async with grpc.aio.secure_channel(f"127.0.0.1:{it.gateway.grpc_port}", credentials) as channel:
             answer = await pb_grpc.GatewayStub(channel).ListWorkers(pb.ListWorkersRequest())  # type: ignore[no-untyped-call]
             assert [one.url for one in answer.workers] == ["http://fake:1"]
+        assert counted(await it.get("/metrics", ours, client)) == 1
         stranger_s = grpc.ssl_channel_credentials(ours.authority.read_bytes())
         async with grpc.aio.secure_channel(f"127.0.0.1:{it.gateway.grpc_port}", stranger_s) as channel:
             with pytest.raises(grpc.aio.AioRpcError):
                 await pb_grpc.GatewayStub(channel).ListWorkers(pb.ListWorkersRequest())  # type: ignore[no-untyped-call]
+        assert counted(await it.get("/metrics", ours, client)) > 1, "one that is turned away was begun, too"
+
+
+def counted(page: httpx.Response) -> float:
+    """TLS handshakes over gRPC."""
+    name = "kvherd_gateway_grpc_handshakes_total "
+    return float(next(line for line in page.text.splitlines() if line.startswith(name)).removeprefix(name))
 
 
 async def test_a_renewed_certificate_is_given_to_who_comes_next_while_old_connections_live_on(tmp_path: Path) -> None:

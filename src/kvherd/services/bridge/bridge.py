@@ -15,7 +15,7 @@ from kvherd.ports.tls import ServerTls
 from kvherd.ports.worker import WorkerFacts
 from kvherd.services.bridge.engine_doors import ANSWER_S
 from kvherd.services.kv_relay.grpc_edge import CONNECTION_OPTIONS
-from kvherd.services.tls.grpc_credentials import server_credentials
+from kvherd.services.tls.grpc_credentials import Handshakes, server_credentials
 
 log = logging.getLogger(__name__)
 
@@ -70,6 +70,7 @@ class Bridge:
     ) -> None:
         """With `tls` it serves over TLS."""
         self._config = config
+        self.handshakes = Handshakes()
         self._tls = tls
         self._front = front
         self._identify = identify
@@ -88,7 +89,7 @@ class Bridge:
             if self._tls is None:
                 self._server.add_insecure_port(address)
             else:
-                self._server.add_secure_port(address, server_credentials(self._tls))
+                self._server.add_secure_port(address, server_credentials(self._tls, self.handshakes))
         except RuntimeError:
             await self._server.stop(0)
             raise PortInUse(self._config.port, "--listen") from None

@@ -16,6 +16,7 @@ from kvherd.services.bridge.pulse import Pulse
 from kvherd.services.kv_relay.event_streams import EventStreams
 from kvherd.services.kv_relay.rank_view import RankView
 from kvherd.services.kv_relay.relay import KvRelay
+from kvherd.services.tls.grpc_credentials import Handshakes
 
 _CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 _RANK_GAUGES: Final[Mapping[str, tuple[str, Callable[[RankView], float | None]]]] = {
@@ -48,9 +49,16 @@ class BridgeMetrics(Collector):
     """`relay` and `streams` are None where the engine tells its events itself."""
 
     def __init__(
-        self, relay: KvRelay | None, streams: EventStreams | None, pulse: Pulse, *, tls: ServerTls | None = None
+        self,
+        relay: KvRelay | None,
+        streams: EventStreams | None,
+        pulse: Pulse,
+        *,
+        tls: ServerTls | None = None,
+        handshakes: Handshakes | None = None,
     ) -> None:
         self._tls = tls
+        self._handshakes = handshakes
         self._relay = relay
         self._streams = streams
         self.pulse = pulse
@@ -76,6 +84,9 @@ class BridgeMetrics(Collector):
         yield _gauge("engine_up", "1 if the engine answered its last probe.", float(bool(self.pulse.up)))
         if self._tls is not None:
             yield _gauge("certificate_expires_seconds", "Since 1970.", self._tls.expires_at_s)
+            if self._handshakes is not None:
+                name, text = _name("grpc_handshakes"), "TLS handshakes that readers began, however they ended."
+                yield CounterMetricFamily(name, text, value=self._handshakes.begun)
         if self._relay is not None:
             yield from self._of_relay(self._relay)
         if self._streams is not None:

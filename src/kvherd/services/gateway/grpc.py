@@ -85,7 +85,9 @@ class GatewayGrpc:
             if tls is None:
                 self.port = self._server.add_insecure_port(address)
             else:
-                self.port = self._server.add_secure_port(address, server_credentials(tls))
+                self.port = self._server.add_secure_port(
+                    address, server_credentials(tls, self._console.metrics.grpc_handshakes)
+                )
         except RuntimeError:
             await self._server.stop(0)
             raise PortInUse(self.port, "--grpc-port") from None

@@ -21,6 +21,7 @@ from kvherd.core.ids import WorkerId
 from kvherd.ports.tls import ServerTls, WorkerTls
 from kvherd.services.gateway.relay.handshake import REASONS
 from kvherd.services.gateway.tallies import TTFT_BUCKETS_S, Tallies
+from kvherd.services.tls.grpc_credentials import Handshakes
 from kvherd.wire.fleet_json import KvView
 
 
@@ -37,6 +38,7 @@ class GatewayMetrics:
     """Counts what happens; `watch` adds what is, read when someone asks."""
 
     def __init__(self) -> None:
+        self.grpc_handshakes = Handshakes()
         self._registry = CollectorRegistry()
         disable_created_metrics()  # type: ignore[no-untyped-call] # a second series for each counter, which nobody asks for
         tallies = Tallies()
@@ -128,6 +130,7 @@ class GatewayMetrics:
         gauge.set_function(lambda: tls.expires_at_s)
         for reason in REASONS:
             self._tls_refusals.labels(reason)
+        self._registry.register(_GrpcHandshakes(self.grpc_handshakes))
 
     def watch_worker_certificates(self, tls: WorkerTls, roster: Roster) -> None:
         """Show when the certificates of workers expire, and the one that they are shown."""
@@ -182,6 +185,15 @@ class _KeyCollector(Collector):
             requests.add_metric([account.name, "refused"], account.refused_total)
         yield in_flight
         yield requests
+
+
+class _GrpcHandshakes(Collector):
+    def __init__(self, handshakes: Handshakes) -> None:
+        self._handshakes = handshakes
+
+    def collect(self) -> Iterable[Metric]:
+        name, text = "kvherd_gateway_grpc_handshakes", "TLS handshakes that clients of gRPC began, however they ended"
+        yield CounterMetricFamily(name, text, value=self._handshakes.begun)
 
 
 class _FleetCollector(Collector):
