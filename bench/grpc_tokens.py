@@ -80,6 +80,9 @@ class Sink:
     def write(self, data: bytes) -> None:
         self.events += data.count(b"data: ")
 
+    def write_chunk(self, chunk: bytes) -> None:
+        self.write(chunk)
+
     def end(self) -> None:
         return
 

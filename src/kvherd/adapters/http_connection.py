@@ -12,6 +12,7 @@ from typing import NamedTuple, Protocol, cast
 import httptools
 
 from kvherd.adapters.tls import why_untrusted
+from kvherd.wire.http_chunks import EVENTS_END, STARTS
 from kvherd.wire.http_heads import Block, Header, KnownHead, KnownHeaders
 
 _SETTLE_BYTES = 64 * 1024
@@ -22,11 +23,15 @@ _OURS = b"x-kvherd-"
 
 
 class Sink(Protocol):
-    """Where an answer goes. `head` is called once, then `body` for each piece; both are cheap."""
+    """Where an answer goes. `head` is called once, then `body` or `events` for each piece; all are cheap."""
 
     def head(self, status: int, headers: Sequence[Header]) -> None: ...
 
     def body(self, data: bytes) -> None: ...
+
+    def events(self, chunk: bytes) -> None:
+        """`body` of whole events, in the chunk they came in: `wire.http_chunks.content` is what it holds."""
+        ...
 
     def when_settled(self, then: Callable[[], None]) -> None:
         """Call `then` when more may come, before returning if that is now."""
@@ -87,6 +92,7 @@ class UpstreamConnection(asyncio.Protocol):
 
     __slots__ = (
         "_begun",
+        "_between",
         "_framed",
         "_head_fed",
         "_headers",
@@ -119,7 +125,7 @@ class UpstreamConnection(asyncio.Protocol):
         self._over: Over = _nobody_waits
         self._outcome: bool | Exception = False
         self._headers: list[tuple[bytes, bytes]] = []
-        self._begun = self._used = self._in_body = self._framed = self._interim = False
+        self._begun = self._between = self._used = self._in_body = self._framed = self._interim = False
         self._waits = self._paused = False
         self._unsettled = self._head_fed = self._misses = 0
         self._pieces: list[bytes] = []
@@ -138,7 +144,7 @@ class UpstreamConnection(asyncio.Protocol):
             return False
         self._sink = sink
         self._over = over
-        self._outcome = self._begun = self._in_body = False
+        self._outcome = self._begun = self._between = self._in_body = False
         self._unsettled = self._head_fed = 0
         if len(body) <= _JOIN_BYTES:
             transport.write(head + body)
@@ -177,6 +183,8 @@ class UpstreamConnection(asyncio.Protocol):
             self.transport.abort()
             return
         if self._in_body:
+            if self._between and self._pass_on(data):
+                return
             self._parse(data)
             if self._unsettled > _SETTLE_BYTES:
                 self._stop_reading()
@@ -207,6 +215,8 @@ class UpstreamConnection(asyncio.Protocol):
             self._finish(error.__context__ if isinstance(error.__context__, Exception) else error)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
             self._finish(UpstreamBroken(f"its answer is not HTTP/1.1: {error}"))
+        if not data.endswith(b"\n"):
+            self._between = False  # the next chunk's first line may have begun
         pieces = self._pieces
         if not pieces:
             return
@@ -219,6 +229,23 @@ class UpstreamConnection(asyncio.Protocol):
         except Exception as error:  # noqa: BLE001 - whatever a sink raises is for who waits, as when llhttp calls it
             self.reusable = False
             self._outcome = error
+
+    def _pass_on(self, data: bytes) -> bool:
+        """Whether the piece is a chunk of whole events; then the sink has it, and llhttp never sees it."""
+        size = len(data)
+        if size >= len(STARTS) or not data.startswith(STARTS[size]) or not data.endswith(EVENTS_END):
+            return False
+        self._unsettled += size
+        try:
+            if self._sink is not None:
+                self._sink.events(data)
+        except Exception as error:  # noqa: BLE001 - whatever a sink raises is for who waits, as when llhttp calls it
+            self._finish(error)
+            self._end()
+            return True
+        if self._unsettled > _SETTLE_BYTES:
+            self._stop_reading()
+        return True
 
     def _stop_reading(self) -> None:
         """Until the sink can take more, which may be now."""
@@ -301,7 +328,7 @@ class UpstreamConnection(asyncio.Protocol):
         if self._outcome is not False:
             raise UpstreamBroken("it sent more than was asked for")
         self._headers = []
-        self._framed = self._interim = False
+        self._framed = self._interim = self._between = False
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if self._in_body:  # a trailer
@@ -312,7 +339,7 @@ class UpstreamConnection(asyncio.Protocol):
         elif name == b"transfer-encoding":
             if value.lower() != b"chunked" or self._framed:
                 raise UpstreamBroken(f"its answer has an unknown transfer-encoding {value.decode('latin-1')!r}")
-            self._framed = True
+            self._framed = self._between = True
         elif name.startswith(_OURS):  # said of itself by whoever answers: not about the way that this answer took
             return
         self._headers.append((name, value))
@@ -330,6 +357,12 @@ class UpstreamConnection(asyncio.Protocol):
         self._framed = self._framed or status in _BODYLESS
         if self._sink is not None:
             self._sink.head(status, self._headers)
+
+    def on_chunk_header(self) -> None:
+        self._between = False
+
+    def on_chunk_complete(self) -> None:
+        self._between = True
 
     def on_body(self, data: bytes) -> None:
         self._pieces.append(data)

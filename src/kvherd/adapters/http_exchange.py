@@ -12,6 +12,7 @@ from kvherd.adapters.http_url import HttpAddress
 from kvherd.adapters.tls import ClientTls, trusting_this_machine
 from kvherd.core.errors import WorkerFailed, WorkerUnreachable
 from kvherd.core.ids import WorkerId
+from kvherd.wire.http_chunks import content
 from kvherd.wire.http_heads import Header
 
 _ANSWER_BYTES = 16 * 1024 * 1024
@@ -67,6 +68,9 @@ class _Kept:
         if self._size_bytes > _ANSWER_BYTES:
             raise AnswerTooLarge
         self._parts.append(data)
+
+    def events(self, chunk: bytes) -> None:
+        self.body(content(chunk))
 
     def when_settled(self, then: Callable[[], None]) -> None:
         then()

@@ -13,7 +13,7 @@ from kvherd.adapters.http_pool import HttpPool
 from kvherd.adapters.http_profile import engine_metrics, start_profile, stop_profile
 from kvherd.adapters.http_url import http_address
 from kvherd.adapters.tls import ClientTls
-from kvherd.adapters.usage_sniffer import UsageSniffer
+from kvherd.adapters.usage_sniffer import TOLD, UsageSniffer
 from kvherd.core.errors import OptionInvalid, WorkerFailed, WorkerRefused, WorkerUnreachable, WorkerUnsupported
 from kvherd.core.fleet.refusals import DescriptorsExhausted
 from kvherd.core.ids import WorkerId
@@ -30,6 +30,7 @@ from kvherd.ports.worker import (
     WorkerLoad,
     not_held,
 )
+from kvherd.wire.http_chunks import content
 from kvherd.wire.http_heads import Header, first, lines, with_more
 from kvherd.wire.openai.edits import with_rank
 from kvherd.wire.openai.routing import RANK_HEADER
@@ -218,6 +219,7 @@ class _Relayed:
 
     __slots__ = (
         "_call",
+        "_passes",
         "_refusal",
         "_refused_status",
         "_responder",
@@ -238,6 +240,7 @@ class _Relayed:
         self._refusal = b""
         self._sniffer: UsageSniffer | None = None
         self._waits_for_first = False
+        self._passes = False
         self.connection: UpstreamConnection | None = None
 
     @property
@@ -286,9 +289,19 @@ class _Relayed:
         if self._waits_for_first and self._call.on_first_token is not None:
             self._waits_for_first = False
             self._call.on_first_token()
-        if self._sniffer is not None:
-            self._sniffer.feed(data)
+        sniffer = self._sniffer
+        if sniffer is not None:
+            sniffer.feed(data)
+        self._passes = sniffer is None or sniffer.between_events
         self._responder.write(data)
+
+    def events(self, chunk: bytes) -> None:
+        if not self._passes:
+            self.body(content(chunk))
+            return
+        if chunk.rfind(TOLD) >= 0 and self._sniffer is not None:
+            self._sniffer.feed(content(chunk))
+        self._responder.write_chunk(chunk)
 
     def when_settled(self, then: Callable[[], None]) -> None:
         self._responder.when_drained(then)

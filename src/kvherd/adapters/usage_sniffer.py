@@ -2,6 +2,8 @@
 `meta_info` that SGLang's own `/generate` has in every event.
 """
 
+from typing import Final
+
 import msgspec
 
 from kvherd.ports.completions import Usage
@@ -9,6 +11,9 @@ from kvherd.ports.completions import Usage
 _USAGE = b'"usage"'
 _META = b'"meta_info"'
 _KEPT_BYTES = 1024 * 1024
+
+TOLD: Final = b'_tokens"'
+"""No event without it tells a usage."""
 
 
 class _Tiers(msgspec.Struct):
@@ -85,6 +90,8 @@ class UsageSniffer:
             end = data.rfind(b"\n") + 1
             self._keep(data[end:])
             data = data[:end]
+        if data.rfind(TOLD) < 0:  # half of what `in` costs
+            return
         if _USAGE in data:
             for line in data.split(b"\n"):
                 if _USAGE in line and line.startswith(b"data:"):
@@ -92,6 +99,11 @@ class UsageSniffer:
         if _META in data:  # in every event: only the last one counts
             begin = data.rfind(b"\n", 0, data.rfind(_META)) + 1
             self._last = data[begin : data.find(b"\n", begin)].removeprefix(b"data:")
+
+    @property
+    def between_events(self) -> bool:
+        """Whether whole events that tell nothing need not be fed next."""
+        return self._stream and not self._kept
 
     def usage(self) -> Usage | None:
         """Call once, when the body is complete."""

@@ -84,6 +84,10 @@ class Responder(Protocol):
 
     def write(self, data: bytes) -> None: ...
 
+    def write_chunk(self, chunk: bytes) -> None:
+        """`write` what a whole chunk of events holds (`wire.http_chunks`), which may be passed on as it is."""
+        ...
+
     def end(self) -> None: ...
 
     def fail(self, reason: str) -> None:

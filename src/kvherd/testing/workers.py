@@ -20,6 +20,7 @@ from kvherd.ports.worker import (
     WorkerKind,
     WorkerLoad,
 )
+from kvherd.wire.http_chunks import content
 
 HOURS = 3600.0
 
@@ -47,6 +48,9 @@ class FakeResponder:
         assert self.started, "an answer starts before its body"
         assert not self.ended, "nothing follows the end"
         self.body += data
+
+    def write_chunk(self, chunk: bytes) -> None:
+        self.write(content(chunk))
 
     def end(self) -> None:
         assert self.started, "an answer starts before its end"

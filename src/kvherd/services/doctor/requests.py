@@ -10,6 +10,7 @@ from kvherd.core.ids import Rank, RequestId
 from kvherd.ports.completions import Tokenizer, Usage
 from kvherd.ports.worker import Call, Worker
 from kvherd.services.doctor.instruments import Chart
+from kvherd.wire.http_chunks import content
 
 USUAL_BLOCK = 64
 ANSWER_S = 12.0
@@ -36,6 +37,9 @@ class _Kept:
 
     def write(self, data: bytes) -> None:
         self.body += data
+
+    def write_chunk(self, chunk: bytes) -> None:
+        self.write(content(chunk))
 
     def end(self) -> None:
         return

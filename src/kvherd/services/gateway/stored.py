@@ -21,6 +21,7 @@ from kvherd.services.gateway.fleet import Fleet
 from kvherd.services.gateway.relay.edge import STORED, DataHandler, DataRequest
 from kvherd.services.gateway.usage_samples import uncompressed
 from kvherd.services.gateway.witness import Around
+from kvherd.wire.http_chunks import content
 from kvherd.wire.openai.stored import ToldNames, continued, is_name
 
 ASK_S: Final = 5.0
@@ -158,6 +159,9 @@ class _Learning(Around):
             self._learn()
         self._inner.write(data)
 
+    def write_chunk(self, chunk: bytes) -> None:
+        self.write(content(chunk))
+
     def end(self) -> None:
         if self._told is not None:
             self._told.end()
@@ -184,6 +188,8 @@ class _Status:
         self.status = status
 
     def write(self, data: bytes) -> None: ...
+
+    def write_chunk(self, chunk: bytes) -> None: ...
 
     def end(self) -> None: ...
 

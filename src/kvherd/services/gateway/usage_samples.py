@@ -10,6 +10,7 @@ from kvherd.ports.worker import Responder, WorkerKind
 from kvherd.services.gateway.metrics import GatewayMetrics
 from kvherd.services.gateway.turn import Turn
 from kvherd.services.gateway.witness import Around
+from kvherd.wire.http_chunks import content
 from kvherd.wire.openai.edits import with_usage
 from kvherd.wire.openai.taken_usage import TakenUsage
 
@@ -74,6 +75,9 @@ class WithoutUsage(Around):
             data = self._taken.feed(data)
         if data:
             self._inner.write(data)
+
+    def write_chunk(self, chunk: bytes) -> None:
+        self.write(content(chunk))
 
     def end(self) -> None:
         self._write_rest()

@@ -10,7 +10,7 @@ def unheard() -> None:
 
 
 class Around:
-    """What every `Responder` around another passes on as it is. Who extends it adds `write`."""
+    """What every `Responder` around another passes on as it is. Who extends it adds `write` and `write_chunk`."""
 
     __slots__ = ("_inner", "drain", "when_drained")
 
@@ -30,11 +30,12 @@ class Around:
 class Witness(Around):
     """`on_start` is called when an answer begins."""
 
-    __slots__ = ("failure", "on_start", "over", "status", "write")
+    __slots__ = ("failure", "on_start", "over", "status", "write", "write_chunk")
 
     def __init__(self, inner: Responder) -> None:
         super().__init__(inner)
         self.write = inner.write  # the bytes themselves are none of its business: a call less for each of them
+        self.write_chunk = inner.write_chunk
         self.on_start: Callable[[], None] = unheard
         self.status = 0
         self.over = False

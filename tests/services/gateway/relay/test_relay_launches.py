@@ -19,6 +19,7 @@ from kvherd.testing.raw_http import RawAnswer, RawClient, until
 pytestmark = pytest.mark.net
 
 POST = b"POST /v1/x HTTP/1.1\r\nHost: h\r\nContent-Length: 2\r\n\r\nhi"
+CLOSING = POST.replace(b"Host", b"Connection: close\r\nHost")
 EMPTY = [(b"content-length", b"0")]
 
 
@@ -87,6 +88,44 @@ async def test_an_error_is_the_answer_before_it_began_and_its_end_after() -> Non
         answer = await client.answer()
         assert answer.whole
         assert b'"code":"worker_failed"' in answer.body
+
+
+@pytest.mark.parametrize(
+    ("asked", "headers", "body"),
+    [
+        pytest.param(CLOSING, [], b"a\r\ndata: 17\n\n\r\n0\r\n\r\n", id="to who takes chunks"),
+        pytest.param(CLOSING.replace(b"/1.1", b"/1.0"), [], b"data: 17\n\n", id="to who does not"),
+        pytest.param(CLOSING, [(b"content-length", b"10")], b"data: 17\n\n", id="within a told length"),
+        pytest.param(CLOSING, [(b"content-length", b"9")], b"data: 17\n", id="beyond a told length"),
+    ],
+)
+async def test_a_whole_chunk_goes_out_as_the_client_can_take_it(
+    asked: bytes, headers: list[tuple[bytes, bytes]], body: bytes
+) -> None:
+    pad = Pad()
+    async with RelayServer(not_awaited, no_app, launch=pad) as relay, RawClient(relay.port) as client:
+        client.send(asked)
+        flight = await pad.flight(1)
+        flight.responder.start(200, [(b"content-type", b"text/event-stream"), *headers])
+        flight.responder.write_chunk(b"a\r\ndata: 17\n\n\r\n")
+        flight.responder.end()
+        flight.landed(None)
+        flight.responder.write_chunk(b"a\r\ndata: 18\n\n\r\n")  # late: nothing comes of it
+        assert (await client.ended()).partition(b"\r\n\r\n")[2] == body
+
+
+async def test_an_error_after_a_whole_chunk_is_an_event_of_its_own() -> None:
+    pad = Pad()
+    async with RelayServer(not_awaited, no_app, launch=pad) as relay, RawClient(relay.port) as client:
+        client.send(POST)
+        flight = await pad.flight(1)
+        flight.responder.start(200, [(b"content-type", b"text/event-stream")])
+        flight.responder.write(b"data: 1")
+        flight.responder.write_chunk(b"3\r\n7\n\n\r\n")
+        flight.responder.fail("it broke")
+        flight.landed(None)
+        answer = await client.answer()
+        assert answer.body.startswith(b'data: 17\n\ndata: {"error":')
 
 
 async def test_a_launch_that_raises_is_answered_and_the_next_request_too() -> None:

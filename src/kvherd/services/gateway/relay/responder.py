@@ -12,6 +12,7 @@ import msgspec
 from kvherd.core.errors import WorkerFailed
 from kvherd.core.ids import RequestId, WorkerId
 from kvherd.services.gateway.relay.requests import Incoming
+from kvherd.wire.http_chunks import content
 from kvherd.wire.http_heads import Block, KnownHeaders
 from kvherd.wire.openai.errors import error_body, error_object
 
@@ -135,6 +136,14 @@ class ConnectionResponder:
                 data = self._held_head + data
                 self._held_head = b""
         self._outlet.transport.write(data)
+
+    def write_chunk(self, chunk: bytes) -> None:
+        if self._chunked and not self._ended:
+            self._tail = b""  # it ends an event
+            self._padding = 0
+            self._outlet.transport.write(chunk)
+        else:
+            self.write(content(chunk))
 
     def end(self) -> None:
         if self._ended:
