@@ -55,13 +55,11 @@ from kvherd.core.routing.policy import POLICY_NAMES
 from kvherd.ports.completions import Tokenizer
 from kvherd.ports.kv_feed import EventSource, KvFeed
 from kvherd.ports.worker import Worker
-from kvherd.services.gateway.admission import AdmissionBounds
 from kvherd.services.gateway.chat import PathConfig
 from kvherd.services.gateway.console import is_loopback
 from kvherd.services.gateway.fleet_edges import FleetConfig
 from kvherd.services.gateway.gateway import Gateway, GatewayConfig
-from kvherd.services.gateway.heal import HealMode
-from kvherd.services.gateway.patience import Bounds
+from kvherd.services.gateway.settings import AdmissionBounds, Bounds, HealMode
 from kvherd.services.kv_relay.direct import DirectKvFeed
 
 TOKENIZER_DEADLINE_S = 30.0

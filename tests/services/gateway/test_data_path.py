@@ -45,10 +45,9 @@ from kvherd.services.gateway.audit import Audit
 from kvherd.services.gateway.chat import DataPath, PathConfig
 from kvherd.services.gateway.credit import Credit
 from kvherd.services.gateway.fleet import Fleet
-from kvherd.services.gateway.heal import HealMode
 from kvherd.services.gateway.metrics import GatewayMetrics
-from kvherd.services.gateway.patience import Bounds
 from kvherd.services.gateway.relay.edge import DataRequest
+from kvherd.services.gateway.settings import Bounds, HealMode
 from kvherd.testing.tokenizer import ByteTokenizer
 from kvherd.testing.workers import FakeResponder, FakeWorker
 

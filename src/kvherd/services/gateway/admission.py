@@ -16,17 +16,11 @@ from kvherd.ports.worker import Flight, Landed, Responder
 from kvherd.services.gateway.passage import Passage, launch_none, launch_within
 from kvherd.services.gateway.patience import deadline_s, with_deadline
 from kvherd.services.gateway.relay.edge import DataHandler, DataRequest, Launch
+from kvherd.services.gateway.settings import AdmissionBounds
 
 _LOOK_S = 0.25
 """A worker may get room without a sign, such as by its rate's being learned."""
 _SOONEST_S = 0.001
-
-
-@dataclass(frozen=True, slots=True)
-class AdmissionBounds:
-    running: int = 4096
-    waiting: int = 1024
-    longest_s: float = 30.0
 
 
 @dataclass(slots=True, eq=False)

@@ -30,13 +30,14 @@ from kvherd.services.gateway.audit import Audit
 from kvherd.services.gateway.choosing import Choice, Chooser
 from kvherd.services.gateway.credit import Credit
 from kvherd.services.gateway.fleet import Fleet
-from kvherd.services.gateway.heal import FullReports, HealMode, Incomplete
+from kvherd.services.gateway.heal import FullReports, Incomplete
 from kvherd.services.gateway.late_binding import LateBinding
 from kvherd.services.gateway.launching import Launched
 from kvherd.services.gateway.metrics import GatewayMetrics
-from kvherd.services.gateway.patience import TIMEOUT, Bounds, GiveUp, Patience, Wait, seconds_told
+from kvherd.services.gateway.patience import TIMEOUT, GiveUp, Patience, Wait, seconds_told
 from kvherd.services.gateway.prompts import EncodingCache, Prompt, read_prompt, read_prompt_now
 from kvherd.services.gateway.relay.edge import STORED
+from kvherd.services.gateway.settings import Bounds, HealMode
 from kvherd.services.gateway.tries import Tries
 from kvherd.services.gateway.turn import Incoming, Renamed, Turn
 from kvherd.services.gateway.usage_samples import UsageSamples

@@ -20,7 +20,7 @@ from kvherd.core.routing.policy import Weights, make_policy
 from kvherd.ports.tls import ServerTls, WorkerTls
 from kvherd.services.gateway.access import AccessLog, Write
 from kvherd.services.gateway.admin import build_app
-from kvherd.services.gateway.admission import Admission, AdmissionBounds, AdmittedPath
+from kvherd.services.gateway.admission import Admission, AdmittedPath
 from kvherd.services.gateway.audit import Audit
 from kvherd.services.gateway.chat import DataPath, PathConfig
 from kvherd.services.gateway.config_file import ConfigFile
@@ -30,13 +30,14 @@ from kvherd.services.gateway.fleet import Fleet
 from kvherd.services.gateway.fleet_edges import FeedFactory, FleetConfig, TokenizerFactory, WorkerFactory
 from kvherd.services.gateway.follow import Followers
 from kvherd.services.gateway.grpc import GatewayGrpc
-from kvherd.services.gateway.heal import HealMode, IdleFlushes
+from kvherd.services.gateway.heal import IdleFlushes
 from kvherd.services.gateway.key_places import with_engine_keys
 from kvherd.services.gateway.keyed import KeyedPath
 from kvherd.services.gateway.late_binding import LateBinding
 from kvherd.services.gateway.metrics import GatewayMetrics
 from kvherd.services.gateway.relay.edge import RelayLimits
 from kvherd.services.gateway.relay.server import RelayServer
+from kvherd.services.gateway.settings import AdmissionBounds, HealMode
 from kvherd.services.gateway.staffing import Resolve, Staffing, resolve_host
 from kvherd.services.gateway.stored import at_keepers
 from kvherd.services.tls.certificates import CertificateWatch, remark_on_expiry

@@ -9,7 +9,6 @@ operator chose it.
 import asyncio
 import logging
 from collections.abc import Callable
-from enum import StrEnum
 from types import TracebackType
 from typing import Final, Self
 
@@ -22,6 +21,7 @@ from kvherd.ports.worker import WorkerKind
 from kvherd.services.gateway.fleet import Fleet
 from kvherd.services.gateway.metrics import GatewayMetrics
 from kvherd.services.gateway.orders import Addressee, Flushed, flush_fleet
+from kvherd.services.gateway.settings import HealMode
 from kvherd.services.gateway.turn import Turn
 from kvherd.wire.openai.edits import with_full_report
 
@@ -36,12 +36,6 @@ LOAD_DEADLINE_S: Final = 2.0
 
 Incomplete = Callable[[WorkerId], bool]
 """Whether a worker may hold blocks that nobody told of."""
-
-
-class HealMode(StrEnum):
-    REPORT = "report"
-    FLUSH = "flush"
-    OFF = "off"
 
 
 class FullReports:

@@ -6,12 +6,12 @@ its beginning for each: one clock for all of them, since one for each would cost
 
 import asyncio
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 
 from kvherd.core.errors import FieldInvalid, KvherdError, WorkerTimedOut, WorkerUnreachable
 from kvherd.core.fleet.health import Down
 from kvherd.core.fleet.refusals import DeadlinePassed
 from kvherd.core.fleet.roster import Member
+from kvherd.services.gateway.settings import Bounds
 
 TIMEOUT = b"x-request-timeout"
 
@@ -36,20 +36,6 @@ def seconds_told(told: bytes) -> float:
 def with_deadline(headers: Iterable[tuple[bytes, bytes]], left_s: float) -> list[tuple[bytes, bytes]]:
     """The same headers with what is left of the client's deadline in place of what it gave."""
     return [*(header for header in headers if header[0] != TIMEOUT), (TIMEOUT, b"%.3f" % max(0.001, left_s))]
-
-
-@dataclass(frozen=True, slots=True)
-class Bounds:
-    """`first_byte_s` is how long a worker may take to begin its answer, `down_s` how long if it is found to be down
-    meanwhile: one that is stopped accepts connections as before.
-    """
-
-    first_byte_s: float = 600.0
-    down_s: float = 15.0
-
-    @property
-    def first_look_s(self) -> float:
-        return min(self.down_s, self.first_byte_s)
 
 
 GiveUp = Callable[[KvherdError], None]
