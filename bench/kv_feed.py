@@ -44,7 +44,7 @@ from smg_grpc_proto.generated import common_pb2 as pb
 
 from kvherd.adapters.grpc_kv_feed import METHODS, GrpcKvFeed
 from kvherd.adapters.zmq_kv_feed import ZmqFrameFeed
-from kvherd.cli.gateway_load import prepare_process
+from kvherd.cli.process_limits import prepare_process
 from kvherd.core.errors import KvherdError
 from kvherd.core.ids import Rank, WorkerId
 from kvherd.core.kv.events import KvEventBatch, SnapshotChunk

@@ -76,8 +76,8 @@ def test_the_make_targets_that_a_document_names_exist(document: Path) -> None:
 
 def test_the_readme_names_every_command() -> None:
     readme = (ROOT / "README.md").read_text()
-    main = (ROOT / "src/kvherd/cli/main.py").read_text()
-    commands = re.search(r"^COMMANDS = \((.*)\)$", main, re.MULTILINE)
+    page = (ROOT / "src/kvherd/cli/commands.py").read_text()
+    commands = re.search(r"^COMMANDS = \((.*)\)$", page, re.MULTILINE)
     assert commands is not None
     for command in re.findall(r'"(\w+)"', commands[1]):
         assert f"`kvherd {command}`" in readme

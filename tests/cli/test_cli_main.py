@@ -2,6 +2,7 @@
 
 import pytest
 
+from kvherd.cli import commands
 from kvherd.cli import main as cli
 from kvherd.core.errors import GatewayUnreachable, OptionInvalid, PortInUse, StartFailed
 from kvherd.core.ids import RequestId
@@ -16,12 +17,12 @@ def run(*words: str) -> int:
 def test_the_first_page_names_every_command_and_the_exit_codes(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("--help") == 0
     page = capsys.readouterr().out
-    for name in cli.COMMANDS:
+    for name in commands.COMMANDS:
         assert f" {name} " in page
     assert "Exit codes" in page
 
 
-@pytest.mark.parametrize("name", cli.COMMANDS)
+@pytest.mark.parametrize("name", commands.COMMANDS)
 def test_every_command_explains_itself(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(name, "--help") == 0
     assert f"kvherd {name}" in capsys.readouterr().out
@@ -52,7 +53,7 @@ def test_an_error_is_one_sentence_and_an_exit_code(
     def fails(*_: object, **__: object) -> None:
         raise error
 
-    monkeypatch.setattr(cli, "build_app", lambda _: fails)
+    monkeypatch.setattr(commands, "build_app", lambda _: fails)
     assert run("up") == code
     sentence = capsys.readouterr().err
     assert sentence == f"kvherd: {cli.our_error(error)}\n"
@@ -64,7 +65,7 @@ def test_a_defect_asks_for_a_report_and_keeps_its_traceback_for_the_log(
     def fails(*_: object, **__: object) -> None:
         raise KeyError(RequestId("r1"))
 
-    monkeypatch.setattr(cli, "build_app", lambda _: fails)
+    monkeypatch.setattr(commands, "build_app", lambda _: fails)
     assert run("workers") == 1
     assert "please report it" in capsys.readouterr().err
     assert caplog.records[-1].exc_info is not None

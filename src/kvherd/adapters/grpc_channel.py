@@ -9,6 +9,7 @@ from typing import Any
 import grpc
 import grpc.aio
 
+from kvherd.adapters.grpc_url import grpc_target
 from kvherd.adapters.tls import ClientTls, trusting_this_machine
 from kvherd.core.errors import WorkerError, WorkerUnreachable
 from kvherd.core.ids import WorkerId
@@ -59,11 +60,6 @@ def secure_channel(
 def _credentials(pem: Pem) -> grpc.ChannelCredentials:
     """Shared by the channels that use the same files: each holds all the authorities that a machine trusts."""
     return grpc.ssl_channel_credentials(pem.authorities, pem.key or None, pem.certificate or None)
-
-
-def grpc_target(url: str) -> tuple[str, bool]:
-    """HOST:PORT, and whether it is to be spoken to over TLS."""
-    return url.removeprefix("grpcs://").removeprefix("grpc://"), url.startswith("grpcs://")
 
 
 class _Bearer(grpc.aio.UnaryUnaryClientInterceptor):  # type: ignore[misc] # grpc has no types

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from kvherd.adapters.grpc_channel import grpc_target
+from kvherd.adapters.grpc_url import grpc_target
 from kvherd.adapters.http_exchange import HttpAsker, pool_to
 from kvherd.adapters.http_profile import engine_metrics, start_profile, stop_profile
 from kvherd.adapters.http_url import HttpAddress

@@ -17,6 +17,11 @@ def grpc_address(url: str, *, option: str) -> str:
     return address
 
 
+def grpc_target(url: str) -> tuple[str, bool]:
+    """HOST:PORT, and whether it is to be spoken to over TLS."""
+    return url.removeprefix("grpcs://").removeprefix("grpc://"), url.startswith("grpcs://")
+
+
 def _is_host(host: str) -> bool:
     name = host.removeprefix("[").removesuffix("]")
     bracketed = host.startswith("[") and host.endswith("]")

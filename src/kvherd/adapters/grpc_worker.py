@@ -10,11 +10,12 @@ import msgspec
 from smg_grpc_proto.generated import common_pb2
 
 from kvherd.adapters.addresses import addresses_of
-from kvherd.adapters.grpc_channel import connect, grpc_target, open_channel, rpc_errors
+from kvherd.adapters.grpc_channel import connect, open_channel, rpc_errors
 from kvherd.adapters.grpc_dialects import SGLANG, find_dialect
 from kvherd.adapters.grpc_generations import GrpcGenerations, ModelTraits
 from kvherd.adapters.grpc_sidecar import GrpcSidecar, beside
 from kvherd.adapters.grpc_tokenizer import tokenizer_over
+from kvherd.adapters.grpc_url import grpc_target
 from kvherd.adapters.grpc_wires import GrpcWires
 from kvherd.adapters.http_url import http_address
 from kvherd.adapters.tls import ClientTls, trusting_this_machine

@@ -22,11 +22,12 @@ from kvherd.adapters.zmq_endpoints import rank_endpoints, require_apart
 from kvherd.adapters.zmq_kv_feed import ZmqFrameFeed
 from kvherd.cli.engine_key import EngineKeyOption, engine_key
 from kvherd.cli.engine_tls import EngineCaOption, EngineCertOption, EngineTlsKeyOption, EngineTlsNameOption, engine_tls
-from kvherd.cli.gateway_load import prepare_process
-from kvherd.cli.gateway_tls import CertOption, ClientCaOption, KeyOption, own_tls
+from kvherd.cli.gateway_tls import CertOption, ClientCaOption, KeyOption
 from kvherd.cli.lifetime import until_stopped
 from kvherd.cli.logs import LogLevel, start_logging
 from kvherd.cli.ports import require_free
+from kvherd.cli.process_limits import prepare_process
+from kvherd.cli.tls_files import own_tls
 from kvherd.core.errors import OptionInvalid
 from kvherd.core.fleet.spec import GRPC
 from kvherd.core.ids import Rank, WorkerId

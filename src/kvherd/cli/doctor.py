@@ -14,10 +14,9 @@ from urllib.parse import urlsplit
 import typer
 import uvloop
 
-from kvherd.adapters.grpc_channel import grpc_target
 from kvherd.adapters.grpc_kv_feed import GrpcKvFeed
 from kvherd.adapters.grpc_methods import engine_methods
-from kvherd.adapters.grpc_url import grpc_address
+from kvherd.adapters.grpc_url import grpc_address, grpc_target
 from kvherd.adapters.grpc_worker import GrpcWorker
 from kvherd.adapters.http_exchange import HttpAsker, pool_to
 from kvherd.adapters.http_url import http_address
@@ -26,7 +25,7 @@ from kvherd.adapters.tls import ClientTls, TlsFiles, trusting_this_machine
 from kvherd.cli.bridge import frame_feeds
 from kvherd.cli.engine_key import EngineKeyOption, engine_key
 from kvherd.cli.engine_tls import EngineCaOption, EngineCertOption, EngineTlsKeyOption, EngineTlsNameOption, engine_tls
-from kvherd.cli.gateway import tokenizer_from
+from kvherd.cli.gateway_parts import tokenizer_from
 from kvherd.cli.tables import print_table
 from kvherd.core.errors import OptionInvalid
 from kvherd.core.fleet.spec import GRPC

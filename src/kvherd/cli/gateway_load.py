@@ -1,7 +1,5 @@
-"""Options of the gateway that bound its load, and the descriptors that it needs for it."""
+"""Options of the gateway that bound its load."""
 
-import gc
-import resource
 from typing import Annotated
 
 import typer
@@ -33,22 +31,3 @@ LateBindingOption = Annotated[
 MaxHoldOption = Annotated[
     float, typer.Option(min=0.0, max=3600.0, help="Seconds that a request is held so; then it is sent all the same.")
 ]
-
-_ENOUGH = 1_048_576
-_YOUNG = 2_000
-"""Objects between two looks at the youngest. Batches of KV events are tuples of many tokens: a look at 10,000 of them
-stands still for 5 to 13 ms, and every lag with it.
-"""
-
-
-def prepare_process() -> None:
-    """Allow this process as many connections as the system does, and let the garbage collector look less often: what
-    was imported is never garbage, and a request leaves none that needs it.
-    """
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = _ENOUGH if hard == resource.RLIM_INFINITY else min(hard, _ENOUGH)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(_YOUNG, 50, 100)

@@ -115,7 +115,9 @@ class _Routes:
 
     async def add_worker(self, request: Request) -> Response:
         body = parse_object(await request.body())
-        entry, new = self._console.add(worker_spec(body))
+        spec = worker_spec(body)
+        await self._console.fleet.prepare(spec.url, spec.events)
+        entry, new = self._console.add(spec)
         return JSONResponse(entry, status_code=201 if new else 200)
 
     async def change_worker(self, request: Request) -> Response:

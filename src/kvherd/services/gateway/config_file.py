@@ -23,6 +23,9 @@ log = logging.getLogger(__name__)
 Apply = Callable[[GatewayFile, list[DataKey]], None]
 """Makes it so, all of it or nothing. Raises `OptionInvalid`."""
 
+Prepare = Callable[[GatewayFile], None]
+"""Called before that, off the event loop, for what takes a moment."""
+
 _Look = tuple[tuple[int, int, int] | None, ...]
 _LEAST_KEY: Final = 8
 
@@ -33,11 +36,20 @@ class ConfigFile:
     `problem` is what is wrong with the file as it stands now, empty if nothing is: the last good one holds meanwhile.
     """
 
-    def __init__(self, path: Path, apply: Apply, environment: Mapping[str, str], *, period_s: float = 1.0) -> None:
+    def __init__(
+        self,
+        path: Path,
+        apply: Apply,
+        environment: Mapping[str, str],
+        *,
+        prepare: Prepare = lambda _: None,
+        period_s: float = 1.0,
+    ) -> None:
         self.path = path
         self.problem = ""
         self.reads = 0
         self._apply = apply
+        self._prepare = prepare
         self._environment = environment
         self._period_s = period_s
         self._secrets: tuple[Path, ...] = ()
@@ -103,6 +115,7 @@ class ConfigFile:
         if twice:
             names = ", ".join(key.name for key in keys if key.digest in twice)
             raise ConfigInvalid(str(self.path), 0, f"these keys are one and the same: {names}")
+        self._prepare(told)
         return told, keys
 
     def _secret(self, key: KeyEntry) -> str:

@@ -26,7 +26,14 @@ from kvherd.core.ids import RequestId, WorkerId
 from kvherd.ports.completions import Tokenizer
 from kvherd.ports.kv_feed import EventSource
 from kvherd.ports.worker import Worker, WorkerFacts
-from kvherd.services.gateway.fleet_edges import FeedFactory, FleetConfig, Following, TokenizerFactory, WorkerFactory
+from kvherd.services.gateway.fleet_edges import (
+    FeedFactory,
+    FleetConfig,
+    Following,
+    Prepare,
+    TokenizerFactory,
+    WorkerFactory,
+)
 from kvherd.services.gateway.orders import Addressee
 from kvherd.services.gateway.parity import compare
 from kvherd.services.gateway.tokenizers import Tokenizers
@@ -44,6 +51,7 @@ class Fleet:
         feed_factory: FeedFactory,
         tokenizer_factory: TokenizerFactory,
         following: Following,
+        prepare: Prepare | None = None,
         config: FleetConfig | None = None,
         on_restart: Callable[[WorkerId], None] = lambda _: None,
         dice: Callable[[], float] = random.random,
@@ -55,6 +63,7 @@ class Fleet:
         self._worker_factory = worker_factory
         self._feed_factory = feed_factory
         self._following = following
+        self._prepare = prepare
         self._on_restart = on_restart
         self._dice = dice
         self._remark = remark
@@ -84,6 +93,11 @@ class Fleet:
         finally:
             for worker in self._workers.values():
                 await worker.close()
+
+    async def prepare(self, *urls: str | None) -> None:
+        """Have at hand what workers and events at these URLs need, so that `add` does not keep the event loop."""
+        if self._prepare is not None:
+            await asyncio.to_thread(self._prepare, [url for url in urls if url])
 
     def add(self, spec: WorkerSpec) -> Member:
         """Register a worker; one that is registered already is answered as it is. Raises `OptionInvalid`."""
@@ -261,6 +275,7 @@ class Fleet:
         except WorkerError as error:
             member.problem = self._why(error)
             return False
+        await self.prepare(facts.events_url)
         self._enrol(member, facts)
         return True
 

@@ -1,6 +1,6 @@
 """What a fleet is given: how its parts are made, who follows its KV events, and its bounds."""
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -17,6 +17,12 @@ FeedFactory = Callable[[EventSource], KvFeed]
 
 TokenizerFactory = Callable[[str], Awaitable[Tokenizer]]
 """Fetches the tokenizer of the engine behind a gRPC URL, or reads it from a directory. Raises a `KvherdError`."""
+
+
+Prepare = Callable[[Iterable[str]], None]
+"""Loads what the factories above need for workers and events at these URLs, so that they do not stand still for it on
+the event loop. It blocks for up to a second itself.
+"""
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,7 +27,7 @@ from kvherd.services.gateway.config_file import ConfigFile
 from kvherd.services.gateway.console import Console
 from kvherd.services.gateway.credit import Credit
 from kvherd.services.gateway.fleet import Fleet
-from kvherd.services.gateway.fleet_edges import FeedFactory, FleetConfig, TokenizerFactory, WorkerFactory
+from kvherd.services.gateway.fleet_edges import FeedFactory, FleetConfig, Prepare, TokenizerFactory, WorkerFactory
 from kvherd.services.gateway.follow import Followers
 from kvherd.services.gateway.grpc import GatewayGrpc
 from kvherd.services.gateway.heal import IdleFlushes
@@ -83,6 +83,7 @@ class Gateway:
         feed_factory: FeedFactory,
         tokenizer_factory: TokenizerFactory,
         followers: Callable[[PrefixIndex], Followers] = Followers,
+        prepare: Prepare | None = None,
         resolve: Resolve = resolve_host,
         tls: ServerTls | None = None,
         worker_tls: WorkerTls | None = None,
@@ -94,10 +95,15 @@ class Gateway:
         self._feed_factory = feed_factory
         self._tokenizer_factory = tokenizer_factory
         self._followers = followers
+        self._prepare = prepare
         self._resolve = resolve
         self._tls = tls
         self._worker_tls = worker_tls
         self._write_access = write_access
+
+    @property
+    def host(self) -> str:
+        return self._config.host
 
     @property
     def port(self) -> int:
@@ -135,6 +141,7 @@ class Gateway:
                 worker_factory=self._worker_factory,
                 feed_factory=self._feed_factory,
                 tokenizer_factory=self._tokenizer_factory,
+                prepare=self._prepare,
                 following=followers,
                 config=config.fleet,
                 on_restart=credit.cleared,
@@ -222,6 +229,10 @@ class Gateway:
         if config.config_file is None:
             return None
 
+        def prepare(told: GatewayFile) -> None:
+            if self._prepare is not None:
+                self._prepare([url for spec in told.workers for url in (spec.url, spec.events) if url])
+
         def apply(told: GatewayFile, keys: list[DataKey]) -> None:
             if not keyring.open and not own and not keys:  # an empty file must not open the door
                 raise OptionInvalid("keys", "none is left, so that whoever comes would be served; restart to mean that")
@@ -230,7 +241,9 @@ class Gateway:
             keyring.replace([*own, *keys])
             late.bounds = told.late or config.late
 
-        return await stack.enter_async_context(ConfigFile(config.config_file, apply, config.environment))
+        return await stack.enter_async_context(
+            ConfigFile(config.config_file, apply, config.environment, prepare=prepare)
+        )
 
 
 def _keeps_its_certificate(worker: WorkerId) -> bool:
