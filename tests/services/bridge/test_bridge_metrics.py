@@ -19,7 +19,7 @@ from kvherd.services.bridge.metrics import BridgeMetrics, metrics_app
 from kvherd.services.bridge.pulse import Pulse, watched
 from kvherd.services.kv_relay.event_streams import EventStreams
 from kvherd.services.kv_relay.relay import KvRelay, RelayOptions
-from kvherd.services.tls.grpc_credentials import Handshakes
+from kvherd.services.tls.handshakes import Handshakes
 from kvherd.testing.patience import until
 from kvherd.testing.publisher import FakePublisher
 

@@ -25,7 +25,7 @@ from kvherd.services.gateway.follow import Followers, FollowOptions
 from kvherd.services.kv_relay.event_streams import EventStreams
 from kvherd.services.kv_relay.relay import KvRelay, RelayOptions
 from kvherd.services.tls.certificates import CertificateWatch
-from kvherd.services.tls.grpc_credentials import Handshakes
+from kvherd.services.tls.handshakes import Handshakes
 from kvherd.testing.certificates import DAY, Authority, IssuedFiles
 from kvherd.testing.patience import until
 from kvherd.testing.processes import free_ports

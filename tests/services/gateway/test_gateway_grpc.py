@@ -12,7 +12,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 
-from kvherd.core.errors import PortInUse, WorkerUnreachable
+from kvherd.core.errors import OptionInvalid, PortInUse, WorkerUnreachable
 from kvherd.core.fleet.spec import WorkerSpec
 from kvherd.core.ids import WorkerId
 from kvherd.ports.completions import Tokenizer
@@ -21,6 +21,7 @@ from kvherd.services.gateway.console import Console
 from kvherd.services.gateway.fleet import Fleet
 from kvherd.services.gateway.grpc import GatewayGrpc
 from kvherd.services.gateway.metrics import GatewayMetrics
+from kvherd.testing.raw_http import until
 from kvherd.testing.tokenizer import ByteTokenizer
 from kvherd.testing.workers import FakeWorker, refusing_ranks
 from kvherd.wire.fleet_json import KvView
@@ -133,3 +134,59 @@ async def test_two_gateways_never_share_a_port() -> None:
         second = GatewayGrpc(server._console, host="127.0.0.1", port=server.port)
         with pytest.raises(PortInUse, match="--grpc-port"):
             await second.__aenter__()
+
+
+async def test_who_connects_and_says_nothing_costs_no_server() -> None:
+    async with served() as (server, _):
+        _, writer = await asyncio.open_connection("127.0.0.1", server.port)
+        writer.close()
+        await writer.wait_closed()
+        assert server._orders is None
+
+
+async def test_callers_that_come_together_share_one_server() -> None:
+    async with served(FakeWorker(ANN)) as (server, _):
+
+        async def one() -> int:
+            options = [("grpc.use_local_subchannel_pool", 1)]
+            async with grpc.aio.insecure_channel(f"127.0.0.1:{server.port}", options=options) as channel:
+                return len((await stub_of(channel).ListWorkers(pb.ListWorkersRequest(), timeout=30)).workers)
+
+        assert await asyncio.gather(*(one() for _ in range(20))) == [1] * 20
+        await until(lambda: not server._callers and not server._behind, "nothing is left of those who went")
+
+
+async def test_who_finds_the_port_behind_the_door_is_nobody() -> None:
+    async with served(FakeWorker(ANN)) as (server, channel):
+        assert await stub_of(channel).ListWorkers(pb.ListWorkersRequest(), timeout=30)
+        assert server._orders is not None
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{server._orders.port}") as inner:
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await stub_of(inner).ListWorkers(pb.ListWorkersRequest(), timeout=30)
+    assert caught.value.code() is grpc.StatusCode.PERMISSION_DENIED
+
+
+async def test_a_call_that_is_under_way_when_the_gateway_stops_is_cut_after_its_grace() -> None:
+    async with served(FakeWorker(ANN, takes_s=30.0)) as (server, _):
+        door = GatewayGrpc(server._console, host="127.0.0.1", port=0)
+        await door.__aenter__()
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{door.port}") as channel:
+            call = stub_of(channel).FlushCache(pb.FlushCacheRequest(timeout_s=60.0), timeout=90)
+            await until(lambda: bool(door._behind), "the call is with the server")
+            await door.__aexit__(None, None, None)
+            with pytest.raises(grpc.aio.AioRpcError):
+                await call
+
+
+@pytest.mark.parametrize("host", ["localhost", "127.0.0.1", "0.0.0.0"])
+async def test_a_name_with_several_addresses_has_one_port_at_each(host: str) -> None:
+    async with served() as (server, _):
+        door = GatewayGrpc(server._console, host=host, port=0)
+        async with door, grpc.aio.insecure_channel(f"127.0.0.1:{door.port}") as channel:
+            assert await stub_of(channel).ListWorkers(pb.ListWorkersRequest(), timeout=30)
+
+
+async def test_a_host_that_is_another_machine_s_is_refused_by_name() -> None:
+    async with served() as (server, _):
+        with pytest.raises(OptionInvalid, match=r"--host.*192\.0\.2\.1"):
+            await GatewayGrpc(server._console, host="192.0.2.1", port=0).__aenter__()

@@ -15,7 +15,8 @@ from kvherd.ports.tls import ServerTls
 from kvherd.ports.worker import WorkerFacts
 from kvherd.services.bridge.engine_doors import ANSWER_S
 from kvherd.services.kv_relay.grpc_edge import CONNECTION_OPTIONS
-from kvherd.services.tls.grpc_credentials import Handshakes, server_credentials
+from kvherd.services.tls.grpc_credentials import server_credentials
+from kvherd.services.tls.handshakes import Handshakes
 
 log = logging.getLogger(__name__)
 

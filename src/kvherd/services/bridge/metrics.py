@@ -16,7 +16,7 @@ from kvherd.services.bridge.pulse import Pulse
 from kvherd.services.kv_relay.event_streams import EventStreams
 from kvherd.services.kv_relay.rank_view import RankView
 from kvherd.services.kv_relay.relay import KvRelay
-from kvherd.services.tls.grpc_credentials import Handshakes
+from kvherd.services.tls.handshakes import Handshakes
 
 _CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 _RANK_GAUGES: Final[Mapping[str, tuple[str, Callable[[RankView], float | None]]]] = {

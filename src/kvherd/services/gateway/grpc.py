@@ -1,117 +1,244 @@
-"""The gateway's gRPC: `kvherd.gateway.v1`, with health and reflection."""
+"""The gateway's door for gRPC: it listens, and has the server come when the first caller says something.
+
+The library costs a third of all the memory of an idle gateway, and most gateways get their orders over HTTP. Callers'
+bytes are passed on as they are, TLS included, to a port of the loopback interface; who is behind a connection there is
+known here, and anybody else who finds that port is nobody.
+"""
 
 import asyncio
+import errno
 import logging
+import socket
+from collections.abc import Callable
 from types import TracebackType
-from typing import Self
+from typing import TYPE_CHECKING, Final, Self, cast
 
-import grpc
-import grpc.aio
-from grpc_health.v1 import health_pb2, health_pb2_grpc
-from grpc_health.v1.health import aio as health_aio
-from grpc_reflection.v1alpha import reflection
-
-from kvherd.core.errors import KvherdError, PortInUse
+from kvherd.core.errors import OptionInvalid, PortInUse
 from kvherd.ports.tls import ServerTls
-from kvherd.services.gateway.caller import caller
 from kvherd.services.gateway.console import Console
-from kvherd.services.tls.grpc_credentials import server_credentials
-from kvherd.wire.gateway_pb import flush_response, worker_message
-from kvherd.wire.proto import kvherd_gateway_v1_pb2 as pb
-from kvherd.wire.proto import kvherd_gateway_v1_pb2_grpc as pb_grpc
-from kvherd.wire.status import public_message, status_of
+
+if TYPE_CHECKING:
+    from kvherd.services.gateway.grpc_orders import GrpcOrders
 
 log = logging.getLogger(__name__)
 
+_LOOPBACK: Final = "127.0.0.1"
+_BACKLOG: Final = 128
+_MOST_CALLERS: Final = 1024
+_FIRST_WORD_S: Final = 60.0
+_START_S: Final = 30.0
 
-_SERVICE = pb.DESCRIPTOR.services_by_name["Gateway"].full_name
-_GRACE_S = 1.0
-
-
-class _Gateway(pb_grpc.GatewayServicer):
-    def __init__(self, console: Console) -> None:
-        self._console = console
-
-    async def FlushCache(  # noqa: N802 - the protocol names it
-        self, request: pb.FlushCacheRequest, context: grpc.aio.ServicerContext
-    ) -> pb.FlushCacheResponse:
-        try:
-            self._admit(context)
-            return flush_response(await self._console.flush(request.timeout_s, hold=request.hold))
-        except Exception as error:  # the edge of the process: every error leaves it as a status
-            await _abort(context, error)
-            raise
-
-    async def ListWorkers(  # noqa: N802 - the protocol names it
-        self, request: pb.ListWorkersRequest, context: grpc.aio.ServicerContext
-    ) -> pb.ListWorkersResponse:
-        try:
-            self._admit(context)
-            return pb.ListWorkersResponse(workers=self._workers())
-        except Exception as error:  # the edge of the process: every error leaves it as a status
-            await _abort(context, error)
-            raise
-
-    def _workers(self) -> list[pb.Worker]:
-        now_s = asyncio.get_running_loop().time()
-        return [worker_message(one, self._console.kv(one.worker), now_s) for one in self._console.fleet.roster]
-
-    def _admit(self, context: grpc.aio.ServicerContext) -> None:
-        metadata = dict(context.invocation_metadata() or ())
-        host = caller(_host(context.peer()), metadata)
-        self._console.admit(host=host, authorization=str(metadata.get("authorization", "")))
+_Address = tuple[str, int] | tuple[str, int, int, int] | tuple[int, bytes]
 
 
 class GatewayGrpc:
-    """Serves one console; an async context manager. Raises `PortInUse` at start. `port` 0 takes a free one."""
+    """Serves one console; an async context manager. `port` 0 takes a free one.
+
+    Raises `PortInUse`, or `OptionInvalid` for a host that is not this machine's, at start.
+    """
 
     def __init__(self, console: Console, *, host: str, port: int, tls: ServerTls | None = None) -> None:
         self._console = console
         self._tls = tls
         self._host = host
         self.port = port
+        self._orders: GrpcOrders | None = None
+        self._starting = asyncio.Lock()
+        self._callers: set[_Caller] = set()
+        self._behind: dict[int, _Inner] = {}
+        self._passing: set[asyncio.Task[None]] = set()
+        self._group = asyncio.TaskGroup()
+        self._doors: list[asyncio.Server] = []
 
     async def __aenter__(self) -> Self:
-        # Without this two gateways would share a port and each answer half of the calls.
-        self._server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
-        pb_grpc.add_GatewayServicer_to_server(_Gateway(self._console), self._server)  # type: ignore[no-untyped-call]
-        self._health = health_aio.HealthServicer()
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
-        names = (_SERVICE, health_pb2.DESCRIPTOR.services_by_name["Health"].full_name, reflection.SERVICE_NAME)
-        reflection.enable_server_reflection(names, self._server)
-        host = f"[{self._host}]" if ":" in self._host else self._host
-        try:
-            address, tls = f"{host}:{self.port}", self._tls
-            if tls is None:
-                self.port = self._server.add_insecure_port(address)
-            else:
-                self.port = self._server.add_secure_port(
-                    address, server_credentials(tls, self._console.metrics.grpc_handshakes)
-                )
-        except RuntimeError:
-            await self._server.stop(0)
-            raise PortInUse(self.port, "--grpc-port") from None
-        await self._server.start()
-        for name in ("", _SERVICE):
-            await self._health.set(name, health_pb2.HealthCheckResponse.SERVING)
+        loop = asyncio.get_running_loop()
+        listeners = self._bind()
+        await self._group.__aenter__()
+        for listener in listeners:
+            self._doors.append(await loop.create_server(lambda: _Caller(self._came), sock=listener, backlog=_BACKLOG))
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        await self._health.enter_graceful_shutdown()
-        await self._server.stop(_GRACE_S)
+        for door in self._doors:
+            door.close()
+        for task in self._passing:
+            task.cancel()
+        async with self._starting:
+            if self._orders is not None:
+                await self._orders.__aexit__(None, None, None)
+        for caller in list(self._callers):
+            caller.transport.abort()
+        await self._group.__aexit__(None, None, None)
+
+    def _came(self, caller: "_Caller") -> None:
+        """A caller has connected, has said its first word, or is gone."""
+        if caller.gone:
+            self._callers.discard(caller)
+        elif caller.said:
+            task = self._group.create_task(self._pass_on(caller))
+            self._passing.add(task)
+            task.add_done_callback(self._passing.discard)
+        elif len(self._callers) >= _MOST_CALLERS:
+            caller.transport.abort()
+        else:
+            self._callers.add(caller)
+
+    async def _pass_on(self, caller: "_Caller") -> None:
+        try:
+            async with asyncio.timeout(_START_S):
+                orders = await self._started()
+                loop = asyncio.get_running_loop()
+                _, inner = await loop.create_connection(lambda: _Inner(self._behind, caller), _LOOPBACK, orders.port)
+        except (OSError, TimeoutError) as error:
+            log.warning("a caller over gRPC cannot be served: %s", error or f"no server within {_START_S:g} s")
+            caller.transport.abort()
+        except Exception:  # a library that does not start must cost its callers, and not the gateway
+            log.exception("gRPC failed to start unforeseen")
+            caller.transport.abort()
+        else:
+            caller.join(inner)
+
+    async def _started(self) -> "GrpcOrders":
+        async with self._starting:
+            if self._orders is None:
+                await asyncio.to_thread(_load)
+                from kvherd.services.gateway.grpc_orders import GrpcOrders
+
+                self._orders = await GrpcOrders(self._console, host_of=self._host_of, tls=self._tls).__aenter__()
+            return self._orders
+
+    def _host_of(self, peer: str) -> str:
+        """Of a peer such as `ipv4:127.0.0.1:1234`."""
+        port = peer.rpartition(":")[2]
+        inner = self._behind.get(int(port)) if port.isdecimal() else None
+        return inner.host if inner is not None else ""
+
+    def _bind(self) -> list[socket.socket]:
+        try:
+            found = socket.getaddrinfo(self._host, self.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        except (OSError, UnicodeError) as error:
+            raise OptionInvalid("--host", f"{self._host!r} is no address of this machine: {error}") from None
+        listeners: list[socket.socket] = []
+        problem: OSError | None = None
+        for family, kind, protocol, _, address in found:
+            try:
+                listeners.append(self._listener(family, kind, protocol, address, alone=len(found) == 1))
+            except OSError as error:  # a name may have addresses that this machine does not, such as ::1
+                problem = error
+                if error.errno == errno.EADDRINUSE:
+                    break
+            else:
+                self.port = listeners[-1].getsockname()[1]
+        if problem is None or (listeners and problem.errno != errno.EADDRINUSE):
+            return listeners
+        for listener in listeners:
+            listener.close()
+        if problem.errno == errno.EADDRINUSE:
+            raise PortInUse(self.port, "--grpc-port")
+        raise OptionInvalid("--host", f"cannot listen on {self._host}:{self.port}: {problem}")
+
+    def _listener(self, family: int, kind: int, protocol: int, address: _Address, *, alone: bool) -> socket.socket:
+        listener = socket.socket(family, kind, protocol)
+        try:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # past connections in TIME_WAIT do not count
+            if family == socket.AF_INET6 and not alone:
+                listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+            listener.bind((address[0], self.port, *address[2:]))
+            listener.listen(_BACKLOG)  # now, since two sockets may bind one port as long as neither listens
+            listener.setblocking(False)
+        except OSError:
+            listener.close()
+            raise
+        return listener
 
 
-async def _abort(context: grpc.aio.ServicerContext, error: Exception) -> None:
-    if isinstance(error, grpc.aio.AbortError):
-        return
-    if not isinstance(error, KvherdError):
-        log.error("a call failed unforeseen", exc_info=error)
-    await context.abort(grpc.StatusCode[status_of(error).grpc], public_message(error))
+class _End(asyncio.Protocol):
+    """One end of what is passed on: what it says is written to the other, no faster than that takes it."""
+
+    transport: asyncio.Transport
+    other: "_End | None" = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = cast("asyncio.Transport", transport)  # uvloop's is none by class
+
+    def data_received(self, data: bytes) -> None:
+        if self.other is not None:
+            self.other.transport.write(data)
+
+    def pause_writing(self) -> None:
+        if self.other is not None and not self.other.transport.is_closing():
+            self.other.transport.pause_reading()
+
+    def resume_writing(self) -> None:
+        if self.other is not None and not self.other.transport.is_closing():
+            self.other.transport.resume_reading()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        if self.other is not None:
+            self.other.transport.close()
 
 
-def _host(peer: str) -> str:
-    """The address of a peer such as `ipv4:127.0.0.1:1234` or `ipv6:%5B::1%5D:1234`."""
-    _, _, rest = peer.partition(":")
-    return rest.rpartition(":")[0].replace("%5B", "").replace("%5D", "").strip("[]")
+class _Caller(_End):
+    """`news` is called when it has connected, when it has said something for the first time, and when it is gone."""
+
+    def __init__(self, news: "Callable[[_Caller], None]") -> None:
+        self._news = news
+        self.said = b""
+        self.gone = False
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)
+        self._silent = asyncio.get_running_loop().call_later(_FIRST_WORD_S, transport.abort)  # type: ignore[attr-defined]
+        self._news(self)
+
+    def data_received(self, data: bytes) -> None:
+        if self.other is not None:
+            self.other.transport.write(data)
+            return
+        self._silent.cancel()
+        first, self.said = not self.said, self.said + data
+        if first:
+            self.transport.pause_reading()
+            self._news(self)
+
+    def join(self, inner: "_Inner") -> None:
+        if self.gone:
+            inner.transport.abort()
+            return
+        self.other = inner
+        inner.transport.write(self.said)
+        self.said = b""
+        self.transport.resume_reading()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self.gone = True
+        self._silent.cancel()
+        self._news(self)
+        super().connection_lost(error)
+
+
+class _Inner(_End):
+    """To the server. While it lasts, `behind` has it by its own port; `host` is where its caller is."""
+
+    def __init__(self, behind: "dict[int, _Inner]", caller: _Caller) -> None:
+        self._behind = behind
+        self.other = caller
+        peer = caller.transport.get_extra_info("peername")
+        self.host = str(peer[0]) if peer else ""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)
+        self._port = int(transport.get_extra_info("sockname")[1])
+        self._behind[self._port] = self
+
+    def connection_lost(self, error: Exception | None) -> None:
+        if self._behind.get(self._port) is self:
+            del self._behind[self._port]
+        super().connection_lost(error)
+
+
+def _load() -> None:
+    """Up to half a second, off the event loop."""
+    import kvherd.services.gateway.grpc_orders  # noqa: F401

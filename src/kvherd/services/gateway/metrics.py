@@ -21,7 +21,7 @@ from kvherd.core.ids import WorkerId
 from kvherd.ports.tls import ServerTls, WorkerTls
 from kvherd.services.gateway.relay.handshake import REASONS
 from kvherd.services.gateway.tallies import TTFT_BUCKETS_S, Tallies
-from kvherd.services.tls.grpc_credentials import Handshakes
+from kvherd.services.tls.handshakes import Handshakes
 from kvherd.wire.fleet_json import KvView
 
 

@@ -4,23 +4,10 @@ grpc tells no program how a handshake ended; a line of its own on standard error
 known by its asking for certificates, which each does once.
 """
 
-import threading
-
 import grpc
 
 from kvherd.ports.tls import ServerTls
-
-
-class Handshakes:
-    """How many were begun; counted by threads of grpc's own."""
-
-    def __init__(self) -> None:
-        self.begun = 0
-        self._lock = threading.Lock()
-
-    def begin(self) -> None:
-        with self._lock:
-            self.begun += 1
+from kvherd.services.tls.handshakes import Handshakes
 
 
 def server_credentials(tls: ServerTls, handshakes: Handshakes) -> grpc.ServerCredentials:
