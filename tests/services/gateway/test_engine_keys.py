@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
-from kvherd.cli.gateway import worker_at
+from kvherd.cli.gateway_parts import worker_at
 from kvherd.core.errors import OptionInvalid
 from kvherd.core.fleet.spec import ConfigInvalid, WorkerSpec
 from kvherd.core.ids import Epoch, Rank
