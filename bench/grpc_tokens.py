@@ -129,27 +129,27 @@ async def alone(target: str, streams: int, tokens: int, tls: ClientTls | None = 
     async with secure_channel(target, tls, []) if tls else grpc.aio.insecure_channel(target) as channel:
         stub = SglangSchedulerStub(channel)
 
-        async def one(number: int) -> int:
+        async def one(number: int, tokens: int = tokens) -> int:
             sampling = pb.SamplingParams(max_new_tokens=tokens)
             asked = pb.GenerateRequest(request_id=str(number), sampling_params=sampling, stream=True)
             return len([1 async for _ in stub.Generate(asked)])
 
-        await one(-1)
+        await one(-1, 1)
         return await timed(streams, one)
 
 
 async def worker(target: str, streams: int, tokens: int, tls: ClientTls | None = None) -> Counted:
     ann = GrpcWorker(WorkerId(f"grpcs://{target}" if tls else f"grpc://{target}"), tls=tls)
-    body = {"model": "herd", "messages": [{"role": "user", "content": "hi"}], "stream": True, "max_tokens": tokens}
+    body = {"model": "herd", "messages": [{"role": "user", "content": "hi"}], "stream": True}
 
-    async def one(number: int) -> int:
-        sink, data = Sink(), json.dumps(body).encode()
+    async def one(number: int, tokens: int = tokens) -> int:
+        sink, data = Sink(), json.dumps(body | {"max_tokens": tokens}).encode()
         call = Call("POST", "/v1/chat/completions", [], data, RequestId(str(number)), model="herd", stream=True)
         await ann.forward(call, sink)
         return sink.events - 2  # the opening, the end; the finish is a message too
 
     try:
-        await one(-1)  # the tokenizer is fetched by then
+        await one(-1, 1)  # the tokenizer is fetched by then
         return await timed(streams, one)
     finally:
         await ann.close()

@@ -10,7 +10,8 @@ import grpc
 import grpc.aio
 import pytest
 
-from kvherd.adapters.grpc_wire import MOST_MESSAGE_BYTES, WINDOW_BYTES, WireStream
+from kvherd.adapters.grpc_stream import WINDOW_BYTES, WireStream
+from kvherd.adapters.grpc_wire import MOST_MESSAGE_BYTES
 from kvherd.adapters.grpc_wires import GrpcWires
 from kvherd.core.errors import FrameInvalid
 from kvherd.testing.grpc_engine import FakeGrpcEngine

@@ -38,6 +38,7 @@ class Plan:
     prompts: list[list[int]]
     n: int
     runs: list[Run]
+    skips_special_tokens: bool
 
     def usage(self) -> Usage:
         """A prompt counts once, however many choices it has; cached is what none of them had to compute."""
@@ -71,6 +72,10 @@ class StreamedAnswer:
             return frames
         self.opened = True
         return b"".join(self._answers.opening(place, echo) for place, echo in enumerate(self._echoes)) + frames
+
+    def around(self, index: int) -> tuple[bytes, bytes]:
+        """As `Answers.around`, once it is opened."""
+        return self._answers.around(index)
 
     def end(self) -> bytes:
         usage = self._answers.usage_frame(_fields_of(self.plan.usage())) if self._include_usage else b""
@@ -182,7 +187,7 @@ class OpenAiCompletions:
             for place, (prompt, limit) in enumerate(zip(prompts, limits, strict=True))
             for choice in range(options.n)
         ]
-        return Plan(prompts, options.n, runs)
+        return Plan(prompts, options.n, runs, options.skip_special_tokens)
 
     def _echoes(self, call: ChatCall | CompletionCall, plan: Plan) -> list[str]:
         """What stands before the text of each choice."""

@@ -12,7 +12,7 @@ from smg_grpc_proto.generated import sglang_scheduler_pb2_grpc
 from kvherd.adapters.completions import OpenAiCompletions, StreamedAnswer
 from kvherd.adapters.grpc_channel import rpc_errors
 from kvherd.adapters.grpc_receivers import Pulled, Pushed, read_delta
-from kvherd.adapters.grpc_wire import Receiver, WireStream
+from kvherd.adapters.grpc_stream import Receiver, WireStream
 from kvherd.adapters.grpc_wires import GrpcWires
 from kvherd.adapters.native_completions import NativeCompletions
 from kvherd.adapters.tokenizer import ModelTokenizer
@@ -33,6 +33,7 @@ from kvherd.wire.openai.requests import decode_chat, decode_completion
 from kvherd.wire.openai.tokens import TokenizeText, decode_detokenize, decode_tokenize
 from kvherd.wire.sglang_native import decode_generate
 from kvherd.wire.status import worker_error
+from kvherd.wire.usual_chunk import UsualChunks
 from kvherd.wire.worker_pb import ResponseReader, encode_request
 
 Answer = Callable[[Call, Responder], Awaitable[None]]
@@ -76,6 +77,7 @@ class GrpcGenerations:
         self._completions = OpenAiCompletions(
             tokenizer, traits.name, traits.max_context_tokens, vocab_size=traits.vocab_size
         )
+        self._texts: dict[bool, dict[bytes, bytes]] = {False: {}, True: {}}
         self._native = NativeCompletions(self._completions)
         self._answers: dict[str, Answer] = {
             "/v1/chat/completions": self._chat,
@@ -158,7 +160,16 @@ class GrpcGenerations:
         """As `answer`, for one generation that streams."""
         request = _at_rank(answer.plan.runs[0].request, call.rank)
         head = [*_EVENT_STREAM, *_extra(call)]
-        pushed = Pushed(self._reader(request), answer, responder, head=head, on_first_token=call.on_first_token)
+        reader = self._reader(request)
+        pushed = Pushed(
+            reader,
+            answer,
+            responder,
+            chunks=UsualChunks(request.request, reader.ending_token_ids),
+            texts=self._texts[answer.plan.skips_special_tokens],
+            head=head,
+            on_first_token=call.on_first_token,
+        )
         stream = pushed.stream = await self._open(wires, request, pushed, call.ends)
         try:
             await pushed.run()

@@ -14,7 +14,7 @@ from typing import Final, Self
 from google.protobuf.message import DecodeError
 from smg_grpc_proto.generated import common_pb2 as pb
 
-from kvherd.adapters.grpc_wire import WireStream
+from kvherd.adapters.grpc_stream import WireStream
 from kvherd.adapters.grpc_wires import GrpcWires
 from kvherd.adapters.tls import ClientTls
 from kvherd.core.ids import Epoch, Rank
@@ -106,7 +106,7 @@ class GrpcKvFeed:
 
 
 class _Inbox:
-    """Implements `grpc_wire.Receiver`: what came of one call and is not read yet. `follow` its stream at once."""
+    """Implements `grpc_stream.Receiver`: what came of one call and is not read yet. `follow` its stream at once."""
 
     def __init__(self) -> None:
         self.epoch: Epoch | None = None

@@ -9,11 +9,13 @@ from google.protobuf.message import DecodeError
 from smg_grpc_proto.generated import sglang_scheduler_pb2 as pb
 
 from kvherd.adapters.completions import StreamedAnswer
-from kvherd.adapters.grpc_wire import WireStream
+from kvherd.adapters.grpc_stream import WireStream
 from kvherd.core.engine.generation import TokenDelta
 from kvherd.core.errors import FrameInvalid
 from kvherd.ports.worker import Responder
 from kvherd.wire.http2 import PROTOCOL
+from kvherd.wire.openai.answers import quoted
+from kvherd.wire.usual_chunk import UsualChunks, spelling
 from kvherd.wire.worker_pb import ResponseReader
 
 _MOST_WAITING: Final = 256
@@ -33,7 +35,7 @@ def read_delta(reader: ResponseReader, data: bytes) -> TokenDelta:
 
 
 class Pulled:
-    """Implements `grpc_wire.Receiver` for a reader that takes messages when it likes. Set `stream` at once."""
+    """Implements `grpc_stream.Receiver` for a reader that takes messages when it likes. Set `stream` at once."""
 
     def __init__(self) -> None:
         self.stream: WireStream | None = None
@@ -65,9 +67,10 @@ class Pulled:
 
 
 class Pushed:
-    """Implements `grpc_wire.Receiver`: each message is written to the client in the call that brings it.
+    """Implements `grpc_stream.Receiver`: each message is written to the client in the call that brings it.
 
-    Set `stream` at once, then `await run()`.
+    Set `stream` at once, then `await run()`. `texts` has what every message of one known token shows, as JSON; it is
+    added to, and belongs to the worker's model and to calls that show special tokens alike.
     """
 
     def __init__(
@@ -76,6 +79,8 @@ class Pushed:
         answer: StreamedAnswer,
         responder: Responder,
         *,
+        chunks: UsualChunks,
+        texts: dict[bytes, bytes],
         head: list[tuple[bytes, bytes]],
         on_first_token: Callable[[], None] | None,
     ) -> None:
@@ -86,27 +91,55 @@ class Pushed:
         """The engine said that it is done; else a stop string ended the answer here."""
         self._reader = reader
         self._answer = answer
-        self._choice = answer.plan.runs[0].choice
+        run = answer.plan.runs[0]
+        self._choice = run.choice
+        self._tells_text_only = run.request.sampling.logprobs is None
         self._responder = responder
+        self._chunks = chunks
+        self._texts = texts
+        self._before = self._behind = b""
+        self._plain = False
+        self._passed = b""
         self._head = head
         self._on_first_token = on_first_token
         self._unsettled_bytes = 0
         self._woken = asyncio.Event()
 
     def message(self, data: bytes) -> None:
-        if self.finished:
-            return  # a stop string ended it here, and the engine said more before it heard of that
+        if self._plain:
+            text = self._texts.get(self._chunks.token(data))
+            if text is not None:
+                self._passed = data
+                self._write(self._before + text + self._behind)
+                return
+        if not self.finished:  # else a stop string ended it here, and the engine said more before it heard of that
+            self._read(data)
+
+    def _read(self, data: bytes) -> None:
+        if self._passed:
+            read_delta(self._reader, self._passed)  # its counts are what the end is read by
+            self._passed = b""
         delta = read_delta(self._reader, data)
         if self._on_first_token is not None and delta.token_ids:
             self._on_first_token()
             self._on_first_token = None
+        alone = self._choice.plain and len(delta.token_ids) == 1
         text = self._choice.feed(delta)
         frames = self._answer.frames(0, text)
         if frames:
+            if not self._responder.started:
+                self._responder.start(200, self._head)
             self._write(frames)
         if text.finish is not None:
+            self._plain = False
             self.finished, self.complete = True, delta.finish is not None
             self._woken.set()
+            return
+        self._plain = self._tells_text_only and self._choice.plain and self._responder.started
+        if self._plain and alone and text.text:
+            self._texts[spelling(delta.token_ids[0])] = quoted(text.text)
+        if self._plain and not self._behind:
+            self._before, self._behind = self._answer.around(0)
 
     def ended(self, status: str, words: str) -> None:
         self.status = status, words
@@ -127,8 +160,6 @@ class Pushed:
                     self.stream.release()
 
     def _write(self, frames: bytes) -> None:
-        if not self._responder.started:
-            self._responder.start(200, self._head)
         self._responder.write(frames)
         self._unsettled_bytes += len(frames)
         if self._unsettled_bytes >= _SETTLE_BYTES and self.stream is not None:

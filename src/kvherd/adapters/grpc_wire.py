@@ -11,94 +11,23 @@ a stream back stops that stream's engine after `WINDOW_BYTES`, and no other stre
 import asyncio
 import logging
 import socket
-from collections.abc import Callable, Iterable
-from typing import Final, Protocol, cast
+from collections.abc import Iterable
+from typing import Final, cast
 
 import hpack
 
+from kvherd.adapters.grpc_stream import WINDOW_BYTES, Receiver, WireStream
 from kvherd.adapters.tls import why_untrusted
 from kvherd.core.errors import FrameInvalid
 from kvherd.wire import http2
 
 log = logging.getLogger(__name__)
 
-WINDOW_BYTES: Final = 256 * 1024
 MOST_MESSAGE_BYTES: Final = 64 << 20
 _CONNECTION_WINDOW_BYTES: Final = 64 << 20
 _MOST_HEADER_BYTES: Final = 64 * 1024
 _KEEP_ALIVE: Final = {"TCP_KEEPIDLE": 15, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
-_ENDS_WITHIN_S: Final = 5.0
 _UNLIMITED: Final = 2**31
-
-
-class Receiver(Protocol):
-    """Called by the connection, in order; `ended` once and last. Must be quick, and may raise only `FrameInvalid`."""
-
-    def message(self, data: bytes) -> None: ...
-
-    def ended(self, status: str, words: str) -> None:
-        """`status` is the name of a gRPC status."""
-        ...
-
-
-class _Nobody:
-    def message(self, data: bytes) -> None:
-        return
-
-    def ended(self, status: str, words: str) -> None:
-        return
-
-
-_NOBODY: Final = _Nobody()
-
-
-class WireStream:
-    """One call under way. `metadata`: what came with its headers or, once it ended, with its status.
-
-    `on_headers`, if it is set, is called when the headers come; a refusal may come without them.
-    """
-
-    __slots__ = (
-        "_wire",
-        "buffer",
-        "held",
-        "metadata",
-        "number",
-        "on_headers",
-        "receiver",
-        "to_send",
-        "unacknowledged",
-        "window",
-    )
-
-    def __init__(self, wire: "GrpcWire", number: int, receiver: Receiver, to_send: bytes, window: int) -> None:
-        self._wire = wire
-        self.number = number
-        self.receiver = receiver
-        self.to_send = to_send
-        self.window = window
-        self.buffer = bytearray()
-        self.unacknowledged = 0
-        self.held = False
-        self.metadata: dict[bytes, bytes] = {}
-        self.on_headers: Callable[[], None] | None = None
-
-    def hold(self) -> None:
-        """Take no more than is on its way already, until `release`."""
-        self.held = True
-
-    def release(self) -> None:
-        self.held = False
-        self._wire.acknowledge(self)
-
-    def cancel(self) -> None:
-        """Let the engine stop. Nothing is called any more; harmless for a stream that ended."""
-        self._wire.forget(self)
-
-    def leave(self) -> None:
-        """All that matters was said: let the engine end by itself. Nothing is called any more."""
-        self.receiver = _NOBODY
-        asyncio.get_running_loop().call_later(_ENDS_WITHIN_S, self.cancel)
 
 
 class GrpcWire(asyncio.Protocol):
@@ -185,16 +114,15 @@ class GrpcWire(asyncio.Protocol):
         at, end = 0, len(data)
         try:
             while end - at >= http2.FRAME_HEAD:
+                if not self._block_of:
+                    at = self._usual(data, at)
+                    if end - at < http2.FRAME_HEAD:
+                        break
                 stop = at + http2.FRAME_HEAD + (data[at] << 16 | data[at + 1] << 8 | data[at + 2])
                 if stop > end:
                     http2.check_size(stop - at)
                     break
-                number = int.from_bytes(data[at + 5 : at + 9], "big") & http2.LAST_STREAM
-                payload = data[at + http2.FRAME_HEAD : stop]
-                if data[at + 3] == http2.DATA and not self._block_of:
-                    self._data(number, data[at + 4], payload)
-                else:
-                    self._other(data[at + 3], data[at + 4], number, payload)
+                self._frame(data[at : at + http2.FRAME_HEAD], data[at + http2.FRAME_HEAD : stop])
                 at = stop
         except (FrameInvalid, hpack.HPACKError) as error:
             self._break_off(str(error))
@@ -203,31 +131,60 @@ class GrpcWire(asyncio.Protocol):
 
     # --- frames -------------------------------------------------------------------------------------------------
 
-    def _data(self, number: int, flags: int, payload: bytes) -> None:
-        size = len(payload)
+    def _usual(self, data: bytes, at: int) -> int:
+        """Hand over what comes in frames that are one message, whole; return where the first other frame begins.
+
+        Nothing is copied into a buffer and out of it again.
+        """
+        streams, taken = self._streams, 0
+        last = len(data) - http2.MESSAGE_HEAD
+        while at <= last:
+            word, flags, number, packed, size = http2.message_head(data, at)
+            stream = streams.get(number)
+            begin = at + http2.MESSAGE_HEAD
+            stop = begin + size
+            if flags or packed or word != size + 5 << 8 or stream is None or stream.buffer or stop > len(data):
+                break
+            at = stop
+            stream.unacknowledged += size + 5
+            taken += size + 5
+            try:
+                stream.receiver.message(data[begin:stop])
+            except Exception as error:  # noqa: BLE001 - a receiver's defect must not cost the other calls theirs
+                self._give_up(stream, error)
+            if stream.unacknowledged > WINDOW_BYTES // 2 and not stream.held:
+                self.acknowledge(stream)
+        self._took(taken)
+        return at
+
+    def _frame(self, head: bytes, payload: bytes) -> None:
+        kind, flags = head[3], head[4]
+        number = int.from_bytes(head[5:], "big") & http2.LAST_STREAM
+        if kind == http2.DATA and not self._block_of:
+            self._data(number, flags, payload)
+        else:
+            self._other(kind, flags, number, payload)
+
+    def _took(self, size: int) -> None:
         self._unacknowledged += size
         if self._unacknowledged > _CONNECTION_WINDOW_BYTES // 2:
             grown, self._unacknowledged = self._unacknowledged.to_bytes(4, "big"), 0
             self._transport.write(http2.frame(http2.WINDOW_UPDATE, payload=grown))
+
+    def _data(self, number: int, flags: int, payload: bytes) -> None:
+        self._took(len(payload))
         stream = self._streams.get(number)
         if stream is None:
             return  # it was cancelled, and this was on its way
+        size = len(payload)
         if flags & http2.PADDED:
             payload = http2.unpadded(payload, flags & http2.PADDED)
+        stream.buffer += payload
         try:
-            # The usual frame is one message, whole: nothing is copied into a buffer and out of it again.
-            if not stream.buffer and size > 4 and not payload[0] and int.from_bytes(payload[1:5], "big") == size - 5:
-                stream.receiver.message(payload[5:])
-            else:
-                stream.buffer += payload
-                for message in http2.cut_messages(stream.buffer, limit_bytes=MOST_MESSAGE_BYTES):
-                    stream.receiver.message(message)
-        except FrameInvalid as error:
-            self._give_up(stream, str(error))
-            return
-        except Exception:  # the receiver's defect: it must not cost the other calls of this connection theirs
-            log.exception("an answer of %s could not be taken", self._authority)
-            self._give_up(stream, "its answer could not be taken; the log of this process says why")
+            for message in http2.cut_messages(stream.buffer, limit_bytes=MOST_MESSAGE_BYTES):
+                stream.receiver.message(message)
+        except Exception as error:  # noqa: BLE001 - as above
+            self._give_up(stream, error)
             return
         stream.unacknowledged += size
         if stream.unacknowledged > WINDOW_BYTES // 2 and not stream.held:
@@ -235,7 +192,11 @@ class GrpcWire(asyncio.Protocol):
         if flags & http2.END_STREAM:
             self._end(number, "UNKNOWN", "its stream ended without a status")
 
-    def _give_up(self, stream: WireStream, words: str) -> None:
+    def _give_up(self, stream: WireStream, error: Exception) -> None:
+        words = str(error)
+        if not isinstance(error, FrameInvalid):
+            log.error("an answer of %s could not be taken", self._authority, exc_info=error)
+            words = "its answer could not be taken; the log of this process says why"
         self.forget(stream)
         stream.receiver.ended("INTERNAL", words)
 

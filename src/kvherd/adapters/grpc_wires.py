@@ -6,7 +6,8 @@ import ssl
 from collections.abc import Iterable
 from typing import Final
 
-from kvherd.adapters.grpc_wire import GrpcWire, Receiver, WireStream
+from kvherd.adapters.grpc_stream import Receiver, WireStream
+from kvherd.adapters.grpc_wire import GrpcWire
 from kvherd.adapters.tls import HTTP_2, ClientTls, connected, why_untrusted
 from kvherd.wire import http2
 

@@ -6,6 +6,7 @@ of what was sent. Those that come are another matter, and a library's.
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
+from struct import Struct
 from typing import Final
 from urllib.parse import unquote
 
@@ -14,6 +15,8 @@ from kvherd.core.errors import FrameInvalid
 PROTOCOL: Final = "gRPC"
 PREFACE: Final = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 FRAME_HEAD: Final = 9
+MESSAGE_HEAD: Final = 14
+"""Of a frame that begins with a message of gRPC: one byte and four are the message's."""
 MOST_FRAME_BYTES: Final = 16_384
 """The largest frame that either end takes unless it says otherwise; we never do."""
 FIRST_WINDOW_BYTES: Final = 65_535
@@ -58,6 +61,10 @@ _OF_HTTP: Final = {
     504: "UNAVAILABLE",
 }
 """What an answer that is not gRPC's means to it, by its HTTP status; any other is UNKNOWN."""
+
+
+message_head: Final = Struct(">IBIBI").unpack_from
+"""Of a frame: its size (times 256) and kind, flags, stream; of the message in it: whether compressed, its size."""
 
 
 def frame(kind: int, stream: int = 0, payload: bytes = b"", *, flags: int = 0) -> bytes:

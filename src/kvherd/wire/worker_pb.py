@@ -62,7 +62,7 @@ class ResponseReader:
     """
 
     def __init__(self, ending_token_ids: Collection[int]) -> None:
-        self._ending = frozenset(ending_token_ids)
+        self.ending_token_ids = frozenset(ending_token_ids)
         self._completion_tokens = 0
         self._chunks = 0
 
@@ -80,7 +80,7 @@ class ResponseReader:
         self._chunks += 1
         self._completion_tokens = chunk.completion_tokens
         token_ids = tuple(chunk.token_ids)
-        if chunk.HasField("output_logprobs") or (token_ids and token_ids[-1] in self._ending):
+        if chunk.HasField("output_logprobs") or (token_ids and token_ids[-1] in self.ending_token_ids):
             return self._delta(chunk, token_ids, None)
         return TokenDelta(token_ids, chunk.prompt_tokens, self._completion_tokens, chunk.cached_tokens)  # the usual one
 
@@ -104,7 +104,7 @@ class ResponseReader:
     ) -> TokenDelta:
         logprobs = _logprobs(message.output_logprobs) if message.HasField("output_logprobs") else ()
         logprobs = logprobs[len(logprobs) - len(token_ids) :] if len(logprobs) >= len(token_ids) else ()
-        while token_ids and token_ids[-1] in self._ending:
+        while token_ids and token_ids[-1] in self.ending_token_ids:
             token_ids, logprobs = token_ids[:-1], logprobs[:-1]
         return TokenDelta(
             token_ids=token_ids,

@@ -36,6 +36,20 @@ def test_text_comes_as_it_is_made() -> None:
     assert (choice.prompt_tokens, choice.cached_tokens, choice.completion_tokens) == (7, 4, 5)
 
 
+def test_it_is_plain_between_whole_characters_if_nothing_is_looked_for_in_them() -> None:
+    def spelt(token_id: int) -> bytes:
+        return bytes([token_id])
+
+    choice = Choice(decode, Limits(9), token_bytes=spelt)
+    plain = [choice.plain]
+    for half in (b"\xf0\x9f", b"\x90\x91"):
+        choice.feed(news(half))
+        plain.append(choice.plain)
+    assert plain == [True, False, True]
+    assert not Choice(decode, Limits(9)).plain, "its tokens may be spelt otherwise elsewhere"
+    assert not Choice(decode, Limits(9, stop=("END",)), token_bytes=spelt).plain
+
+
 def test_a_stop_string_ends_it_and_is_not_shown() -> None:
     choice = Choice(decode, Limits(99, stop=("END",)))
     assert choice.feed(news("ok E")) == TextDelta("ok ")

@@ -59,6 +59,7 @@ class Choice:
         self.finish: Finish | None = None
         self._detokenizer: IncrementalDetokenizer | ByteDetokenizer
         self._detokenizer = ByteDetokenizer(token_bytes) if token_bytes else IncrementalDetokenizer(decode, context)
+        self._spelt = token_bytes is not None
         self._plain = not limits.stop
         self._stops = StopMatcher(limits.stop)
         self._unmatched_tokens = limits.min_new_tokens
@@ -67,6 +68,14 @@ class Choice:
         self._shown_length = 0
         self._incomplete: list[_Placed] = []
         self._placed: deque[_Placed] = deque()
+
+    @property
+    def plain(self) -> bool:
+        """The next token's text is that of its own bytes, and nothing is looked for in it or told beside it.
+
+        If those are whole characters, `feed` need not hear of that token: the next delta has the counts.
+        """
+        return self._plain and self._spelt and not (self._incomplete or self._placed or self._detokenizer.held)
 
     def feed(self, delta: TokenDelta) -> TextDelta:
         self.prompt_tokens, self.cached_tokens = delta.prompt_tokens, delta.cached_tokens

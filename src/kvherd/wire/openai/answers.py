@@ -57,6 +57,10 @@ class Answers(Protocol):
 
     def frames(self, index: int, delta: TextDelta) -> bytes: ...
 
+    def around(self, index: int) -> tuple[bytes, bytes]:
+        """What stands before and behind a text, as `quoted` has it, in the frame that tells nothing else."""
+        ...
+
     def usage_frame(self, usage: dict[str, Any]) -> bytes: ...
 
     def whole(self, choices: Sequence[ChoiceAnswer], usage: dict[str, Any]) -> bytes: ...
@@ -78,6 +82,9 @@ class ChatAnswers:
         if delta.finish is not None:
             frames += self._chunk(index, {}, None, delta.finish)
         return frames
+
+    def around(self, index: int) -> tuple[bytes, bytes]:
+        return _around(self._chunk(index, {"content": ""}, self._content(()), None), b'"content":"')
 
     def usage_frame(self, usage: dict[str, Any]) -> bytes:
         return sse(self._head | {"object": "chat.completion.chunk", "choices": [], "usage": usage})
@@ -129,6 +136,9 @@ class TextAnswers:
         if not (delta.text or delta.tokens or delta.finish):
             return b""
         return self._chunk(index, delta.text, self._logprob_fields(delta.tokens), delta.finish)
+
+    def around(self, index: int) -> tuple[bytes, bytes]:
+        return _around(self._chunk(index, "", self._logprob_fields(()), None), b'"text":"')
 
     def usage_frame(self, usage: dict[str, Any]) -> bytes:
         return sse(self._head | {"choices": [], "usage": usage})
@@ -190,6 +200,17 @@ def error_frame(error: BaseException) -> bytes:
 
 def sse(value: Any) -> bytes:  # noqa: ANN401 - any JSON value
     return b"data: " + _encoder.encode(value) + b"\n\n"
+
+
+def quoted(text: str) -> bytes:
+    """What stands between the quotes of a JSON string."""
+    return _encoder.encode(text)[1:-1]
+
+
+def _around(frame: bytes, named: bytes) -> tuple[bytes, bytes]:
+    """A frame of an empty text, cut in two where that is. No value can look like `named`: its quotes are escaped."""
+    before, _, behind = frame.partition(named)
+    return before + named, behind
 
 
 def _head_fields(head: AnswerHead, answer_id: str) -> dict[str, Any]:
