@@ -39,6 +39,7 @@ def options(port: int, *, model: str = "tiny", sidecar_port: int | None = None) 
     return EngineOptions(
         model=model,
         host="127.0.0.1",
+        host_names=(),
         port=port,
         sidecar_port=port + 1 if sidecar_port is None else sidecar_port,
         served_model_name=None,

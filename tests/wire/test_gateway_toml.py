@@ -58,7 +58,7 @@ def test_an_empty_file_says_nothing() -> None:
     ("text", "line", "problem"),
     [
         ('[[workers]]\nurl = "a', 2, "Unterminated string"),
-        ("x = 1", 1, "x: is unknown here; there are workers, aliases, models, keys"),
+        ("x = 1", 1, "x: is unknown here; there are workers, aliases, models, keys, late_binding, host_names"),
         ('[[workers]]\nurl = "http://a:1"\n\n[[workers]]\nurl = 5', 5, "workers[1].url: expected str, got int"),
         ('[[workers]]\nurl = "http://a:1"\nevnts = "x"', 3, "evnts: is unknown here; there are url, events"),
         ("# first\n[[workers]]\nweight = 2", 2, "workers[0]: misses url"),
@@ -86,6 +86,7 @@ def test_an_empty_file_says_nothing() -> None:
         ('[[keys]]\nname = "a"\nenv = "A"\n[[keys]]\nname = "a"\nenv = "B"', 5, "name: stands here a second time: 'a'"),
         ('[[keys]]\nname = "a"\nenv = "A"\nin_flight = 0', 4, "in_flight: must be 1 or more"),
         ('[[keys]]\nname = "a"\nenv = "A"\nweight = 0', 4, "weight: must be 0.01 to 100"),
+        ('models = []\nhost_names = ["a:80"]', 2, "host_names: 'a:80' is not a host's name such as gateway.internal"),
         ("[late_binding]\nbacklog_s = -1", 2, "backlog_s: must be 0 to 3600"),
         ("[late_binding]\nlongest_s = nan", 2, "longest_s: must be 0 to 3600"),
         ("[late_binding]\nageing = 0", 2, "ageing: must be 0.001 to 1000"),

@@ -18,10 +18,12 @@ from kvherd.adapters.native_completions import NativeCompletions
 from kvherd.adapters.tokenizer import ModelTokenizer, load_tokenizer
 from kvherd.adapters.zmq_kv_feed import ZmqFrameFeed
 from kvherd.adapters.zmq_scheduler import ZmqScheduler
+from kvherd.cli.host_names import HostNameOption
 from kvherd.cli.lifetime import until_stopped
 from kvherd.cli.logs import LogLevel, start_logging
 from kvherd.cli.ports import require_free
 from kvherd.core.errors import EngineError, EngineStopping, OptionInvalid, SchedulerDied, StartFailed
+from kvherd.core.fleet.host_names import checked_host_name
 from kvherd.services.engine.rank_plan import MOST_RANKS, ipc_directory, rank_configs
 from kvherd.services.engine.ranks import RankProcesses
 from kvherd.services.kv_relay.event_streams import EventStreams
@@ -45,6 +47,7 @@ log = logging.getLogger(__name__)
 class EngineOptions:
     model: str
     host: str
+    host_names: tuple[str, ...]
     port: int
     sidecar_port: int
     served_model_name: str | None
@@ -104,6 +107,7 @@ class EngineOptions:
             model_path=model.source,
             tokenizer_zip=tokenizer.artifact_zip(),
             host=self.host,
+            host_names=self.host_names,
             port=self.port,
             http_port=self.port + HTTP_OFFSET,
             sidecar_port=self.sidecar_port,
@@ -140,6 +144,7 @@ def command(
     host: Annotated[str, typer.Option(help="Address for gRPC and HTTP; KV events are for this machine only.")] = (
         "127.0.0.1"
     ),
+    host_name: HostNameOption = None,
     served_model_name: Annotated[str | None, typer.Option(help="The model's name in requests.")] = None,
     dp_size: Annotated[
         int, typer.Option(min=1, help="Data-parallel ranks: a scheduler process and a KV cache each.")
@@ -188,6 +193,7 @@ def command(
     options = EngineOptions(
         model=model,
         host=host,
+        host_names=tuple(map(checked_host_name, host_name or ())),
         port=port,
         sidecar_port=port + SIDECAR_OFFSET if grpc_http_sidecar_port is None else grpc_http_sidecar_port,
         served_model_name=served_model_name,

@@ -27,6 +27,7 @@ from kvherd.cli.gateway_tls import (
     WorkerNameOption,
 )
 from kvherd.cli.handover import become_gateway
+from kvherd.cli.host_names import HostNameOption
 from kvherd.cli.logs import LogLevel, start_logging
 from kvherd.core.routing.late import LateBounds
 from kvherd.core.routing.policy import POLICY_NAMES
@@ -58,6 +59,7 @@ def command(
     ] = None,
     policy: Annotated[str, typer.Option(help=f"How requests are routed: {', '.join(POLICY_NAMES)}.")] = "kv",
     host: Annotated[str, typer.Option(help="Address to listen on, for HTTP and gRPC.")] = "127.0.0.1",
+    host_name: HostNameOption = None,
     port: Annotated[int, typer.Option(help="Port for HTTP: OpenAI's API, orders, metrics.")] = 8080,
     grpc_port: Annotated[int, typer.Option(help="Port for gRPC: kvherd.gateway.v1.")] = 8081,
     admin_key: AdminKeyOption = None,
@@ -128,6 +130,7 @@ def command(
         config=text_of(config),
         policy=policy,
         host=host,
+        host_names=tuple(host_name or ()),
         port=port,
         grpc_port=grpc_port,
         admin_key=admin_key_given(admin_key, admin_key_file),

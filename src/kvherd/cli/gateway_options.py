@@ -14,6 +14,7 @@ class GatewayOptions(msgspec.Struct, frozen=True, kw_only=True):
     config: str | None
     policy: str
     host: str
+    host_names: tuple[str, ...]
     port: int
     grpc_port: int
     admin_key: str | None

@@ -17,8 +17,8 @@ from kvherd.cli.ports import require_free
 from kvherd.cli.process_limits import prepare_process
 from kvherd.cli.tls_files import own_tls, worker_tls
 from kvherd.cli.worker_words import worker_spec
+from kvherd.core.fleet.host_names import checked_host_name, is_loopback
 from kvherd.services.gateway.chat import PathConfig
-from kvherd.services.gateway.console import is_loopback
 from kvherd.services.gateway.fleet_edges import FleetConfig
 from kvherd.services.gateway.gateway import Gateway, GatewayConfig
 from kvherd.services.gateway.settings import Bounds
@@ -67,6 +67,7 @@ def config_of(options: GatewayOptions) -> GatewayConfig:
     """Raises `OptionInvalid`."""
     return GatewayConfig(
         host=options.host,
+        host_names=tuple(map(checked_host_name, options.host_names)),
         port=options.port,
         grpc_port=options.grpc_port,
         workers=tuple(map(worker_spec, options.workers)),

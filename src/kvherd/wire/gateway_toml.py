@@ -1,5 +1,6 @@
 """The gateway's configuration file: what may change while it runs.
 
+host_names = ["gateway.internal"]  # by which it may be asked where no key is wanted, beside addresses and localhost
 models = ["llama"]                 # ready only when a worker serves each of these
 
 [[workers]]
@@ -26,6 +27,7 @@ from typing import Any, Final
 import msgspec
 
 from kvherd.core.errors import OptionInvalid
+from kvherd.core.fleet.host_names import checked_host_name
 from kvherd.core.fleet.keyring import KeyLimits
 from kvherd.core.fleet.spec import (
     ConfigInvalid,
@@ -64,6 +66,7 @@ class GatewayFile:
     models: tuple[str, ...] = ()
     keys: tuple[KeyEntry, ...] = ()
     late: LateBounds | None = None
+    host_names: tuple[str, ...] = ()
 
 
 class _Worker(msgspec.Struct, forbid_unknown_fields=True):
@@ -101,6 +104,7 @@ class _File(msgspec.Struct, forbid_unknown_fields=True):
     models: list[str] = []
     keys: list[_Key] = []
     late_binding: _Late | None = None
+    host_names: list[str] = []
 
 
 _TABLES: Final = {"workers": _Worker, "keys": _Key, "late_binding": _Late}
@@ -139,6 +143,7 @@ class _Reader:
             tuple(dict.fromkeys(read.models)),
             self._keys(read.keys),
             self._late(read.late_binding),
+            self._host_names(read.host_names),
         )
 
     def _workers(self, workers: list[_Worker]) -> tuple[WorkerSpec, ...]:
@@ -187,6 +192,12 @@ class _Reader:
                 key.name, key.file, key.env, KeyLimits(key.in_flight, key.requests_per_s), key.weight
             )
         return tuple(entries.values())
+
+    def _host_names(self, names: list[str]) -> tuple[str, ...]:
+        try:
+            return tuple(map(checked_host_name, names))
+        except OptionInvalid as error:
+            raise self._wrong(None, None, "host_names", f"host_names: {error.problem}") from None
 
     def _late(self, late: _Late | None) -> LateBounds | None:
         if late is None:

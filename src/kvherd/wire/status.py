@@ -8,7 +8,7 @@ import re
 from dataclasses import dataclass
 
 from kvherd.core import errors
-from kvherd.core.fleet import keyring, refusals, spec
+from kvherd.core.fleet import host_names, keyring, refusals, spec
 from kvherd.core.ids import WorkerId
 from kvherd.core.kv import stream
 
@@ -30,6 +30,8 @@ TABLE: dict[type[errors.KvherdError], Status] = {
     errors.Unsupported: Status(400, "UNIMPLEMENTED", "invalid_request_error", "unsupported"),
     errors.ModelUnknown: Status(404, "NOT_FOUND", "invalid_request_error", "model_not_found"),
     errors.WorkerUnknown: Status(404, "NOT_FOUND", "invalid_request_error", "worker_not_found"),
+    host_names.HostUnknown: Status(421, "PERMISSION_DENIED", "invalid_request_error", "host_unknown"),
+    host_names.PageElsewhere: Status(403, "PERMISSION_DENIED", "permission_error", "page_elsewhere"),
     errors.NotAllowed: Status(403, "PERMISSION_DENIED", "permission_error", "not_allowed"),
     keyring.KeyUnknown: Status(401, "UNAUTHENTICATED", "authentication_error", "invalid_api_key"),
     keyring.KeyLimitReached: Status(429, "RESOURCE_EXHAUSTED", "rate_limit_error", "rate_limit_exceeded"),

@@ -127,8 +127,20 @@ async def test_an_engine_that_goes_away_or_hangs_is_not_up_until_it_is_back() ->
 async def test_metrics_and_health_are_served() -> None:
     metrics = BridgeMetrics(None, None, Pulse(well))
     transport = httpx.ASGITransport(metrics_app(metrics))
-    async with httpx.AsyncClient(transport=transport, base_url="http://bridge") as client:
+    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
         page, health = await client.get("/metrics"), await client.get("/health")
     assert page.headers["content-type"].startswith("text/plain; version=0.0.4")
     assert page.content == metrics.text()
     assert (health.status_code, health.json()) == (200, metrics.health())
+
+
+@pytest.mark.parametrize("path", ["/metrics", "/health"])
+async def test_a_web_page_by_a_name_of_its_own_reads_nothing(path: str) -> None:
+    transport = httpx.ASGITransport(metrics_app(BridgeMetrics(None, None, Pulse(well))))
+    async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1:9100") as client:
+        assert (await client.get(path)).status_code == 200
+        answer = await client.get(path, headers={"host": "evil.test:9100"})
+    assert (answer.status_code, answer.text) == (
+        421,
+        "this server is not known as 'evil.test': ask it as localhost or by its address",
+    )

@@ -2,7 +2,10 @@
 
 import asyncio
 import socket
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -31,11 +34,11 @@ class SilentFeed(OpenFeed):
         await asyncio.Event().wait()
 
 
-def gateway(worker: FakeWorker, *, port: int = 0, grpc_port: int = 0, policy: str = "kv") -> Gateway:
+def gateway(worker: FakeWorker, *, port: int = 0, grpc_port: int = 0, policy: str = "kv", **more: Any) -> Gateway:
     async def tokenizer(_: str) -> Tokenizer:
         return ByteTokenizer()
 
-    config = GatewayConfig(port=port, grpc_port=grpc_port, workers=(WorkerSpec(worker.id),), policy=policy)
+    config = GatewayConfig(port=port, grpc_port=grpc_port, workers=(WorkerSpec(worker.id),), policy=policy, **more)
     return Gateway(
         config,
         worker_factory=lambda *_: worker,
@@ -98,3 +101,83 @@ async def test_an_operator_on_this_machine_needs_no_key_and_a_proxy_on_it_does()
         for proxied in ({"x-forwarded-for": "127.0.0.1"}, {"forwarded": "for=127.0.0.1"}, {"origin": "http://a.test"}):
             assert (await client.get("/workers", headers=proxied)).status_code == 403
         assert (await client.get("/workers")).status_code == 200
+
+
+STATUS = (
+    "/workers",
+    "/workers/grpc-ann-1",
+    "/audit",
+    "/engine_metrics",
+    "/v1/models",
+    "/get_loads",
+    "/server_info",
+    "/get_server_info",
+    "/get_model_info",
+    "/ready",
+    "/metrics",
+)
+
+
+@asynccontextmanager
+async def asked(**config: Any) -> AsyncIterator[Callable[..., Awaitable[int]]]:
+    """Asks a gateway under a name; the status."""
+    async with (
+        gateway(fake(), **config) as it,
+        httpx.AsyncClient(base_url=f"http://127.0.0.1:{it.port}", timeout=20.0) as client,
+    ):
+        await ready(client)
+
+        async def ask(method: str, path: str, host: str, **more: Any) -> int:
+            answer = await client.request(method, path, headers={"host": host, **more.pop("headers", {})}, **more)
+            if answer.status_code == 421:
+                assert answer.json()["error"]["code"] == "host_unknown"
+                assert f"is not known as {host.partition(':')[0]!r}" in answer.json()["error"]["message"]
+            return answer.status_code
+
+        yield ask
+
+
+async def test_a_web_page_whose_name_leads_to_this_machine_reads_nothing_and_orders_nothing() -> None:
+    async with asked() as ask:
+        for path in STATUS:
+            for host in ("localhost:8080", "127.0.0.1", "[::1]:8080"):
+                assert await ask("GET", path, host) == 200
+            assert await ask("GET", path, "evil.test:8080") == 421
+        assert await ask("POST", "/flush_cache", "evil.test:8080") == 421
+        assert await ask("DELETE", "/workers/grpc-ann-1", "evil.test") == 421
+        assert await ask("GET", "/health", "evil.test") == 200, "that it lives is told to whoever asks"
+        assert await ask("POST", "/v1/completions", "evil.test", json={"model": "m", "prompt": "hi"}) == 200
+
+
+async def test_a_gateway_is_asked_by_the_names_that_it_was_given(tmp_path: Path) -> None:
+    file = tmp_path / "herd.toml"
+    file.write_text('host_names = ["two.test"]')
+    async with asked(host_names=("one.test",), config_file=file) as ask:
+        assert [await ask("GET", "/workers", host) for host in ("one.test", "Two.Test:8080", "3.test")] == [
+            200,
+            200,
+            421,
+        ]
+        file.write_text('host_names = ["3.test"]')
+        async with asyncio.timeout(20):
+            while await ask("GET", "/workers", "3.test") != 200:  # noqa: ASYNC110 - HTTP has no event to wait for
+                await asyncio.sleep(0.05)
+        assert [await ask("GET", "/workers", host) for host in ("one.test", "two.test")] == [200, 421]
+
+
+async def test_who_brings_a_key_may_ask_by_any_name() -> None:
+    admin, data = {"authorization": "Bearer the-admin-key"}, {"authorization": "Bearer the-data-key"}
+    async with asked(admin_key="the-admin-key", data_key="the-data-key") as ask:
+        assert await ask("GET", "/workers", "any.test", headers=admin) == 200
+        assert await ask("GET", "/metrics", "any.test", headers=admin) == 200
+        assert await ask("GET", "/v1/models", "any.test", headers=data) == 200
+        assert await ask("GET", "/workers", "any.test") == 403
+        assert await ask("GET", "/v1/models", "any.test") == 401
+        assert await ask("GET", "/metrics", "any.test") == 421
+
+
+async def test_a_gateway_beyond_this_machine_is_asked_by_any_name_but_for_what_is_this_machine_s() -> None:
+    async with asked(host="0.0.0.0") as ask:
+        assert await ask("GET", "/v1/models", "any.test") == 200
+        assert await ask("GET", "/metrics", "any.test") == 200
+        assert await ask("GET", "/workers", "any.test") == 421

@@ -237,7 +237,7 @@ async def test_a_body_in_chunks_is_read(doors: Opened) -> None:
 
 @pytest.mark.parametrize("path", ["/start_profile", "/stop_profile", "/flush_cache"])
 async def test_a_huge_body_is_refused_by_its_length_before_it_is_sent(doors: Opened, path: str) -> None:
-    head = f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-length: {100 * 2**20}\r\n\r\n".encode()
+    head = f"POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-length: {100 * 2**20}\r\n\r\n".encode()
     async with doors() as at:
         reader, writer = await asyncio.open_connection("127.0.0.1", at.config.sidecar_port)
         writer.write(head)
@@ -251,7 +251,7 @@ async def test_a_huge_body_is_refused_by_its_length_before_it_is_sent(doors: Ope
 async def test_a_huge_body_in_chunks_is_refused_at_the_limit(doors: Opened) -> None:
     async with doors() as at:
         reader, writer = await asyncio.open_connection("127.0.0.1", at.config.sidecar_port)
-        writer.write(b"POST /start_profile HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n")
+        writer.write(b"POST /start_profile HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: chunked\r\n\r\n")
         status = asyncio.ensure_future(reader.readline())
         sent = 0
         try:
@@ -372,3 +372,34 @@ async def test_grpc_says_what_is_wrong_with_a_profile(doors: Opened) -> None:
         at.scheduler.refusals[Rank(0)] = "cannot write there"
         answer = await at.stub.StartProfile(common_pb2.StartProfileRequest())
         assert (answer.success, answer.message) == (False, "cannot write there")
+
+
+# --- web pages -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("door", ["sidecar", "http"])
+@pytest.mark.parametrize(
+    ("header", "status"),
+    [
+        ({"host": "evil.test"}, 421),
+        ({"origin": "http://evil.test"}, 403),
+        ({"sec-fetch-site": "cross-site"}, 403),
+        ({"host": "localhost:1", "origin": "http://localhost:1"}, 200),
+    ],
+)
+async def test_a_web_page_of_another_site_orders_nothing_and_reads_nothing(
+    doors: Opened, door: str, header: dict[str, str], status: int
+) -> None:
+    async with doors() as at:
+        client = getattr(at, door)
+        for method, path in (
+            ("GET", "/flush_cache"),
+            ("POST", "/flush_cache"),
+            ("GET", "/server_info"),
+            ("GET", "/metrics"),
+        ):
+            answer = await client.request(method, path, headers=header)
+            assert answer.status_code == status
+        assert (await client.post("/start_profile", headers=header)).status_code == status
+        assert (await client.get("/health", headers=header)).status_code == 200
+        assert len(at.scheduler.flush_calls) == (2 if status == 200 else 0)

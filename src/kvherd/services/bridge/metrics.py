@@ -8,15 +8,17 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
+from kvherd.core.fleet.host_names import HostNames, HostUnknown
 from kvherd.ports.tls import ServerTls
 from kvherd.services.bridge.pulse import Pulse
 from kvherd.services.kv_relay.event_streams import EventStreams
 from kvherd.services.kv_relay.rank_view import RankView
 from kvherd.services.kv_relay.relay import KvRelay
 from kvherd.services.tls.handshakes import Handshakes
+from kvherd.wire.status import public_message, status_of
 
 _CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 _RANK_GAUGES: Final[Mapping[str, tuple[str, Callable[[RankView], float | None]]]] = {
@@ -122,13 +124,23 @@ def _of_streams(streams: EventStreams) -> Iterator[Metric]:
 
 
 def metrics_app(metrics: BridgeMetrics) -> Starlette:
-    async def text(_: Request) -> Response:
+    names = HostNames("localhost", mend="ask it as localhost or by its address")
+
+    async def text(request: Request) -> Response:
+        names.check(request.headers.get("host", ""))
         return Response(metrics.text(), headers={"content-type": _CONTENT_TYPE})
 
-    async def health(_: Request) -> Response:
+    async def health(request: Request) -> Response:
+        names.check(request.headers.get("host", ""))
         return JSONResponse(metrics.health())
 
-    return Starlette(routes=[Route("/metrics", text), Route("/health", health)])
+    return Starlette(
+        routes=[Route("/metrics", text), Route("/health", health)], exception_handlers={HostUnknown: _not_here}
+    )
+
+
+async def _not_here(_: Request, error: Exception) -> Response:
+    return PlainTextResponse(public_message(error), status_of(error).http)
 
 
 def _name(name: str) -> str:

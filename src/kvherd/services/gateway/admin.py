@@ -59,6 +59,8 @@ def build_app(console: Console, *, policy: str) -> Starlette:
         route.app = _Guarded(route.app, console.admit)
     for route in clients:
         route.app = _Guarded(route.app, console.admit_client)
+    for route in anybody[1:]:
+        route.app = _Guarded(route.app, console.admit_anybody)
     elsewhere = [_elsewhere(path, "POST") for path in sorted(DATA_PATHS)]
     elsewhere += [_elsewhere(root + "/{name:path}", "GET", "POST", "DELETE") for root in STORED]
     app = Starlette(
@@ -79,7 +81,7 @@ def _elsewhere(path: str, *methods: str) -> Route:
 
 
 class Admit(Protocol):
-    def __call__(self, *, host: str, authorization: str) -> None:
+    def __call__(self, *, host: str, authorization: str, asked_as: str) -> None:
         """Raises a `KvherdError` for a caller who may not pass."""
         ...
 
@@ -95,7 +97,11 @@ class _Guarded:
         request = Request(scope)
         host = caller(request.client.host if request.client else "", request.headers)
         try:
-            self._admit(host=host, authorization=request.headers.get("authorization", ""))
+            self._admit(
+                host=host,
+                authorization=request.headers.get("authorization", ""),
+                asked_as=request.headers.get("host", ""),
+            )
         except KvherdError as error:
             await (await _own_error(request, error))(scope, receive, send)
             return

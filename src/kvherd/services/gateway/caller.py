@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 from urllib.parse import urlsplit
 
-from kvherd.services.gateway.console import is_loopback
+from kvherd.core.fleet.host_names import is_loopback
 
 _OF_PROXIES: Final = ("forwarded", "x-forwarded-for", "x-real-ip", "via")
 

@@ -4,10 +4,10 @@ import asyncio
 import contextlib
 import math
 from collections.abc import Callable, Mapping
-from ipaddress import IPv6Address, ip_address
 
 from kvherd.core.errors import FieldInvalid, NotAllowed, WorkerError, WorkerUnknown
 from kvherd.core.fleet.fanout import FanoutReport
+from kvherd.core.fleet.host_names import HostNames, is_loopback
 from kvherd.core.fleet.keyring import Keyring, key_digest, same_secret
 from kvherd.core.fleet.roster import Member
 from kvherd.core.fleet.spec import WorkerChange, WorkerSpec
@@ -39,32 +39,48 @@ class Console:
         admin_key: str | None = None,
         keyring: Keyring | None = None,
         tls: WorkerTls | None = None,
+        names: HostNames | None = None,
     ) -> None:
+        """`names` are what the gateway may be called where nothing but being there admits; None: anything."""
         self.fleet = fleet
         self.metrics = metrics
         self.kv = kv
         self._flushed = flushed
         self._tls = tls
+        self._names = names
         self.config: ConfigFile | None = None
         self._keyring = keyring or Keyring()
         self._admin_key = key_digest(admin_key) if admin_key else None
 
-    def admit(self, *, host: str, authorization: str) -> None:
-        """Raise `NotAllowed` unless the caller has the admin key, or none is set and the caller is on this machine."""
+    def admit(self, *, host: str, authorization: str, asked_as: str = "") -> None:
+        """Raise `NotAllowed` unless the caller has the admin key, or none is set and the caller is on this machine;
+        then also `HostUnknown` if it is asked by a name that is not its own.
+        """
         if self._admin_key is None:
             if not is_loopback(host):
                 raise NotAllowed(f"without an admin key only callers on this machine are served, {_NOT_THESE}")
+            if self._names is not None:
+                self._names.check(asked_as)
             return
         if not self._is_admin_key(authorization):
             raise NotAllowed("give the admin key as `Authorization: Bearer KEY`")
 
-    def admit_client(self, *, host: str, authorization: str) -> None:
-        """Raise `KeyUnknown` unless the caller has a data key or is an operator, or no key is wanted."""
-        if self._keyring.open or self._is_admin_key(authorization):
-            return
-        if self._admin_key is None and is_loopback(host) and not authorization:
-            return
-        self._keyring.account(authorization.encode())
+    def admit_client(self, *, host: str, authorization: str, asked_as: str = "") -> None:
+        """Raise `KeyUnknown` unless the caller has a data key or is an operator, or no key is wanted; then as
+        `admit_anybody`.
+        """
+        if self._keyring.open:
+            self.admit_anybody(host=host, authorization=authorization, asked_as=asked_as)
+        elif not self._is_admin_key(authorization):
+            if self._admin_key is None and is_loopback(host) and not authorization:
+                return self.admit(host=host, authorization=authorization, asked_as=asked_as)
+            self._keyring.account(authorization.encode())
+        return None
+
+    def admit_anybody(self, *, host: str, authorization: str, asked_as: str = "") -> None:
+        """Raise `HostUnknown` if it is asked by a name that is not its own, and nobody has reason to."""
+        if self._names is not None and self._names.closed and not self._is_admin_key(authorization):
+            self._names.check(asked_as)
 
     def _is_admin_key(self, authorization: str) -> bool:
         presented = authorization.removeprefix("Bearer ").encode()
@@ -158,13 +174,3 @@ class Console:
         if member is None:
             raise WorkerUnknown(name)
         return member
-
-
-def is_loopback(host: str) -> bool:
-    try:
-        address = ip_address(host.split("%", maxsplit=1)[0])
-    except ValueError:
-        return False
-    if isinstance(address, IPv6Address) and address.ipv4_mapped is not None:
-        address = address.ipv4_mapped
-    return address.is_loopback

@@ -10,6 +10,7 @@ from types import TracebackType
 from typing import Self
 
 from kvherd.core.errors import OptionInvalid
+from kvherd.core.fleet.host_names import HostNames
 from kvherd.core.fleet.keyring import DataKey, Keyring, key_digest
 from kvherd.core.fleet.spec import WorkerSpec
 from kvherd.core.ids import WorkerId
@@ -49,6 +50,7 @@ class GatewayConfig:
     """What an operator decides about one gateway. Port 0 takes a free one."""
 
     host: str = "127.0.0.1"
+    host_names: tuple[str, ...] = ()
     port: int = 8080
     grpc_port: int = 8081
     workers: tuple[WorkerSpec, ...] = ()
@@ -90,6 +92,7 @@ class Gateway:
         write_access: Write | None = None,
     ) -> None:
         self._config = config
+        self._names = HostNames(config.host, config.host_names)
         self._policy = make_policy(config.policy, config.weights)
         self._worker_factory = worker_factory
         self._feed_factory = feed_factory
@@ -162,6 +165,7 @@ class Gateway:
             admin_key=config.admin_key,
             keyring=keyring,
             tls=self._worker_tls,
+            names=self._names,
         )
         metrics.watch(fleet.roster, followers.view, asyncio.get_running_loop().time)
         metrics.watch_keys(keyring)
@@ -240,6 +244,7 @@ class Gateway:
             fleet.roster.aliases, fleet.roster.required = told.aliases, told.models
             keyring.replace([*own, *keys])
             late.bounds = told.late or config.late
+            self._names.replace((*config.host_names, *told.host_names))
 
         return await stack.enter_async_context(
             ConfigFile(config.config_file, apply, config.environment, prepare=prepare)

@@ -14,6 +14,7 @@ class ServicerConfig:
     model_path: str
     tokenizer_zip: bytes
     host: str = "127.0.0.1"
+    host_names: tuple[str, ...] = ()
     port: int = 51000
     http_port: int = 51002
     sidecar_port: int = 0

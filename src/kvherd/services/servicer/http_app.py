@@ -71,8 +71,8 @@ class HttpDoor:
                 route("/v1/models", self.models, "GET"),
                 route("/tokenize", self.tokenize, "POST"),
                 route("/detokenize", self.detokenize, "POST"),
-                route("/get_model_info", self.model_info, "GET"),
-                route("/get_loads", self.loads, "GET"),
+                route("/get_model_info", self._operators.guarded(self.model_info), "GET"),
+                route("/get_loads", self._operators.guarded(self.loads), "GET"),
                 *self._operators.routes(),
             ],
         )

@@ -13,11 +13,19 @@ from starlette.routing import Route
 
 from kvherd.core.engine.reports import OrderReport
 from kvherd.core.errors import FieldInvalid, OrderTimedOut
+from kvherd.core.fleet.host_names import HostNames
 from kvherd.core.ids import OrderId
 from kvherd.ports.scheduler import Scheduler
 from kvherd.services.servicer.config import ServicerConfig
 from kvherd.services.servicer.facts import EngineFacts
-from kvherd.services.servicer.http_edge import body_within, json_answer, not_served, route, unless_client_leaves
+from kvherd.services.servicer.http_edge import (
+    Endpoint,
+    body_within,
+    json_answer,
+    not_served,
+    route,
+    unless_client_leaves,
+)
 from kvherd.services.servicer.metrics import CONTENT_TYPE, EngineMetrics
 from kvherd.services.servicer.order_edge import checked_timeout, message_of
 from kvherd.services.servicer.profiles import ProfileDone, Profiles
@@ -36,6 +44,7 @@ class OperatorDoor:
         metrics: EngineMetrics,
     ) -> None:
         self._config = config
+        self._names = HostNames(config.host, config.host_names)
         self._scheduler = scheduler
         self._facts = facts
         self._profiles = profiles
@@ -46,14 +55,27 @@ class OperatorDoor:
 
     def routes(self) -> list[Route]:
         return [
-            route("/flush_cache", self.flush, "GET", "POST"),
-            route("/start_profile", self.start_profile, "POST"),
-            route("/stop_profile", self.stop_profile, "POST"),
+            route("/flush_cache", self.guarded(self.flush), "GET", "POST"),
+            route("/start_profile", self.guarded(self.start_profile), "POST"),
+            route("/stop_profile", self.guarded(self.stop_profile), "POST"),
             route("/health", self.health, "GET"),
-            route("/server_info", self.server_info, "GET"),
-            route("/get_server_info", self.server_info, "GET"),
-            route("/metrics", self.metrics, "GET"),
+            route("/server_info", self.guarded(self.server_info), "GET"),
+            route("/get_server_info", self.guarded(self.server_info), "GET"),
+            route("/metrics", self.guarded(self.metrics), "GET"),
         ]
+
+    def guarded(self, handler: Endpoint) -> Endpoint:
+        """The same, but not for web pages: no key stands between these and whoever is there."""
+
+        async def unless_from_a_page(request: Request) -> Response:
+            headers = request.headers
+            host = headers.get("host", "")
+            if self._names.closed:
+                self._names.check(host)
+            self._names.check_page(host=host, origin=headers.get("origin"), site=headers.get("sec-fetch-site"))
+            return await handler(request)
+
+        return unless_from_a_page
 
     # --- orders ------------------------------------------------------------------
 
