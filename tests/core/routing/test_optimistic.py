@@ -1,3 +1,4 @@
+from collections import Counter
 from collections.abc import Sequence
 
 from hypothesis import given
@@ -49,4 +50,33 @@ def test_nothing_is_left_when_all_requests_ended(story: list[tuple[str, Place, i
     for name, _, _ in story:
         blocks.release(RequestId(name))
     assert len(blocks) == 0
-    assert blocks._blocks == {}
+    assert blocks._layers == {}
+
+
+def branch(path: Sequence[int]) -> Sequence[PrefixHash]:
+    """A chain as hashing makes it: a name says all that came before."""
+    return chain(*(hash(tuple(path[: end + 1])) for end in range(len(path))))
+
+
+PATHS = st.lists(st.integers(0, 1), max_size=5)
+
+
+@given(st.lists(st.tuples(st.sampled_from("rstuvw"), st.booleans(), PATHS), max_size=30), PATHS)
+def test_a_block_is_on_its_way_as_long_as_a_request_that_has_it(
+    story: list[tuple[str, bool, list[int]]], asked: list[int]
+) -> None:
+    blocks, under_way = OptimisticBlocks(), dict[str, Sequence[PrefixHash]]()
+    for name, begins, path in story:
+        if begins:
+            blocks.hold(RequestId(name), ANN, branch(path))
+            under_way[name] = branch(path)
+        else:
+            blocks.release(RequestId(name))
+            under_way.pop(name, None)
+        counts = Counter(block for one in under_way.values() for block in one)
+        wanted = sum(block in counts for block in branch(asked))
+        assert blocks.extend(ANN, branch(asked), 0) == wanted
+        layers = blocks._layers.get(ANN, [])
+        assert [len(layer) for layer in layers] == [
+            sum(count > number for count in counts.values()) for number in range(len(layers))
+        ]
