@@ -14,6 +14,7 @@ from kvherd.adapters.sentencepiece import SPACE, leading_spaces_dropped
 from kvherd.adapters.vocabulary import Vocabulary, byte_characters, from_hf_files, hf_files, tiny_vocabulary
 from kvherd.core.errors import FieldInvalid, FrameInvalid, ModelMissing, PromptTooLong
 from kvherd.core.text.calls import ChatCall
+from kvherd.core.text.turns import RenderedTurns
 
 ARCHIVE_LIMIT_BYTES = 256 << 20
 LONG_CHARACTERS = 4096
@@ -58,9 +59,9 @@ class ModelTokenizer:
             ids = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
         return ids
 
-    def check_length(self, text: str) -> None:
+    def check_length(self, text: str, *, after_chars: int = 0) -> None:
         if self._longest_token_bytes:
-            least = len(text) // self._longest_token_bytes
+            least = (after_chars + len(text)) // self._longest_token_bytes
             if least > self.model_max_tokens:
                 raise PromptTooLong(least, 0, self.model_max_tokens, at_least=True)
 
@@ -119,6 +120,13 @@ class ModelTokenizer:
         if self._template is None:
             raise FieldInvalid("messages", "this model has no chat template; use /v1/completions")
         return self._template.render(call)
+
+    @property
+    def turns_ahead(self) -> int | None:
+        return None if self._template is None or self._template.turns is None else self._template.turns.ahead
+
+    def render_turns(self, call: ChatCall, begin: int) -> RenderedTurns | None:
+        return None if self._template is None else self._template.render_turns(call, begin)
 
     def artifact_zip(self) -> bytes:
         """Zip tokenizer.json, tokenizer_config.json (with the chat template) and config.json; the same bytes always."""

@@ -6,6 +6,7 @@ from typing import NamedTuple, Protocol
 from kvherd.core.engine.generation import GenerationRequest, TokenDelta
 from kvherd.core.ids import RequestId
 from kvherd.core.text.calls import ChatCall, CompletionCall, NativeCall
+from kvherd.core.text.turns import RenderedTurns
 
 Generate = Callable[[GenerationRequest], AsyncIterator[TokenDelta]]
 """Continues a token sequence; closing the iterator aborts it. The scheduler's and a gRPC worker's `generate`."""
@@ -34,8 +35,9 @@ class Tokenizer(Protocol):
 
     def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]: ...
 
-    def check_length(self, text: str) -> None:
-        """Raise `PromptTooLong` for a text that cannot fit into the model's context; costs next to nothing.
+    def check_length(self, text: str, *, after_chars: int = 0) -> None:
+        """Raise `PromptTooLong` for a text that cannot fit into the model's context, with so many characters before it;
+        costs next to nothing.
 
         It passes texts that do not fit by little: these have to be counted.
         """
@@ -59,6 +61,21 @@ class Tokenizer(Protocol):
         """The prompt the model's chat template makes of these messages.
 
         Raises `FieldInvalid` with the template's own reason.
+        """
+        ...
+
+    @property
+    def turns_ahead(self) -> int | None:
+        """How many messages must follow one before its text is known for good; None if its chats are rendered as a
+        whole only.
+        """
+        ...
+
+    def render_turns(self, call: ChatCall, begin: int) -> RenderedTurns | None:
+        """The same for the messages from `begin` on, which is not the end: what `render_chat` makes of them, behind
+        what it makes of those before. Of these all but the first and the last may be `UNREAD`.
+
+        None if only the whole tells. Raises as `render_chat` does.
         """
         ...
 

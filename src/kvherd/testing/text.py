@@ -5,6 +5,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable
 from kvherd.core.engine.generation import Finish, FinishReason, GenerationRequest, TokenDelta, TokenLogprob
 from kvherd.core.ids import RequestId
 from kvherd.core.text.calls import ChatCall
+from kvherd.core.text.turns import RenderedTurns
 
 END_OF_TEXT, TURN_BEGINS, TURN_ENDS = 256, 257, 258
 _SPECIAL = {"<|endoftext|>": END_OF_TEXT, "<|im_start|>": TURN_BEGINS, "<|im_end|>": TURN_ENDS}
@@ -20,7 +21,7 @@ class ByteTokenizer:
     def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
         return list(text.encode())
 
-    def check_length(self, text: str) -> None:
+    def check_length(self, text: str, *, after_chars: int = 0) -> None:
         """Every text passes."""
 
     def decode(self, token_ids: list[int], *, skip_special_tokens: bool = True) -> str:
@@ -41,6 +42,11 @@ class ByteTokenizer:
     def render_chat(self, call: ChatCall) -> str:
         said = "".join(f"{message['role']}: {message['content']}\n" for message in call.messages)
         return said + ("assistant: " if call.add_generation_prompt else "")
+
+    turns_ahead = None
+
+    def render_turns(self, call: ChatCall, begin: int) -> RenderedTurns | None:
+        return None
 
 
 class ScriptedGenerations:

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from kvherd.core.text.calls import ChatCall
+from kvherd.core.text.turns import RenderedTurns
 
 
 @dataclass
@@ -25,7 +26,7 @@ class ByteTokenizer:
                 token_ids += piece.encode()
         return token_ids
 
-    def check_length(self, text: str) -> None:
+    def check_length(self, text: str, *, after_chars: int = 0) -> None:
         """Every text passes."""
 
     def decode(self, token_ids: list[int], *, skip_special_tokens: bool = True) -> str:
@@ -45,3 +46,9 @@ class ByteTokenizer:
     def render_chat(self, call: ChatCall) -> str:
         turns = "".join(f"<|im_start|>{one['role']}\n{one['content']}<|im_end|>\n" for one in call.messages)
         return turns + "<|im_start|>assistant\n" * call.add_generation_prompt
+
+    turns_ahead = 0
+
+    def render_turns(self, call: ChatCall, begin: int) -> RenderedTurns | None:
+        turns = [f"<|im_start|>{one['role']}\n{one['content']}<|im_end|>\n" for one in call.messages[begin:]]
+        return RenderedTurns("", turns, "<|im_start|>assistant\n" * call.add_generation_prompt)

@@ -21,10 +21,11 @@ from kvherd.core.text.parity import Agreement, PromptClass
 from kvherd.ports.completions import Tokenizer
 from kvherd.ports.worker import WorkerFacts, WorkerKind
 from kvherd.services.gateway.credit import Credit
+from kvherd.services.gateway.encodings import EncodingCache
 from kvherd.services.gateway.fleet import Fleet
 from kvherd.services.gateway.fleet_edges import FleetConfig
 from kvherd.services.gateway.parity import FIRST_PAUSE_S, PROBE_S, compare, counted
-from kvherd.services.gateway.prompts import EncodingCache, read_prompt
+from kvherd.services.gateway.prompts import read_prompt
 from kvherd.testing.tokenizer import ByteTokenizer
 from kvherd.testing.workers import FakeWorker
 from kvherd.wire.openai.requests import decode_chat

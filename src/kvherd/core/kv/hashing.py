@@ -10,17 +10,23 @@ prefixes, computed under one model, block size, adapter and salt.
 Engines' own hashes never enter a name: engines seed them differently, and two of them could not be compared.
 """
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from struct import pack
-from typing import Protocol
+from sys import byteorder
+from typing import Final, Protocol
 
 from kvherd.core.ids import PrefixHash
 from kvherd.core.kv.events import ExtraKey
 
 TOKEN_BYTES = 4
 """A token id is hashed as four bytes, little-endian, so it must be in 0..2**32-1."""
+
+
+_WORDS: Final = byteorder == "little" and array("I").itemsize == TOKEN_BYTES
+"""An array of unsigned words is its tokens' bytes already."""
 
 
 class _Hash(Protocol):
@@ -97,6 +103,8 @@ class Namer:
 
 def token_bytes(token_ids: Sequence[int]) -> bytes:
     """Four bytes a token. Raises `struct.error` for an id outside 0..2**32-1."""
+    if _WORDS and isinstance(token_ids, array) and token_ids.typecode == "I":
+        return token_ids.tobytes()
     return pack(f"<{len(token_ids)}I", *token_ids)
 
 

@@ -4,7 +4,7 @@ A gateway predicts cached tokens from tokens it made itself. Where a worker make
 prediction is about another prompt, and worth nothing for that kind.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Final
@@ -43,15 +43,28 @@ def classify(call: ChatCall | CompletionCall, special_tokens: Collection[str]) -
     """Every class that the prompt is of, the one that is most likely to be to blame for a difference last."""
     if isinstance(call, CompletionCall):
         return (PromptClass.TEXT,)
+    return classes_of(call, said_by(call.messages, special_tokens))
+
+
+def said_by(messages: Sequence[Mapping[str, Any]], special_tokens: Collection[str]) -> frozenset[PromptClass]:
+    """Classes that a prompt is of as soon as one of these messages is in it."""
+    said = "\0".join([str(one.get("content")) for one in messages])  # looked through at once: no token has a NUL
+    special = any(token in said for token in special_tokens)
+    tools = any(map(_of_tools, messages))
+    return frozenset([PromptClass.SPECIAL] * special + [PromptClass.TOOLS] * tools)
+
+
+def classes_of(call: ChatCall, said: Collection[PromptClass]) -> tuple[PromptClass, ...]:
+    """As `classify`, of a chat of which nothing is read but the first message and the last: `said` is by all."""
     messages = call.messages
     open_end = call.continue_final_message
     shown = {
         PromptClass.TURNS: len(messages) > 1 or messages[0].get("role") != "user",
         PromptClass.PARTS: call.parts,
-        PromptClass.SPECIAL: any(token in str(one.get("content")) for one in messages for token in special_tokens),
+        PromptClass.SPECIAL: PromptClass.SPECIAL in said,
         PromptClass.TEMPLATE_ARGS: bool(call.template_args),
         PromptClass.PREFILL: messages[-1].get("role") == "assistant" or open_end,
-        PromptClass.TOOLS: bool(call.tools) or any(map(_of_tools, messages)),
+        PromptClass.TOOLS: bool(call.tools) or PromptClass.TOOLS in said,
         PromptClass.AMBIGUOUS: bool(_OWN_FIELDS & set(call.template_args))
         or not (call.add_generation_prompt or open_end),
     }

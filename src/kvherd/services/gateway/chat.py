@@ -28,14 +28,16 @@ from kvherd.ports.worker import Call, Flight, Landed, Responder, Worker
 from kvherd.services.gateway.access import AccessLog
 from kvherd.services.gateway.audit import Audit
 from kvherd.services.gateway.choosing import Choice, Chooser
+from kvherd.services.gateway.conversations import Conversations
 from kvherd.services.gateway.credit import Credit
+from kvherd.services.gateway.encodings import EncodingCache
 from kvherd.services.gateway.fleet import Fleet
 from kvherd.services.gateway.heal import FullReports, Incomplete
 from kvherd.services.gateway.late_binding import LateBinding
 from kvherd.services.gateway.launching import Launched
 from kvherd.services.gateway.metrics import GatewayMetrics
 from kvherd.services.gateway.patience import TIMEOUT, GiveUp, Patience, Wait, seconds_told
-from kvherd.services.gateway.prompts import EncodingCache, Prompt, read_prompt, read_prompt_now
+from kvherd.services.gateway.prompts import Prompt, read_prompt, read_prompt_now
 from kvherd.services.gateway.relay.edge import STORED
 from kvherd.services.gateway.settings import Bounds, HealMode
 from kvherd.services.gateway.tries import Tries
@@ -101,6 +103,7 @@ class DataPath:
         )
         self._patience = Patience(config.bounds)
         self._encodings = EncodingCache()
+        self._conversations = Conversations(self._encodings)
         self._access = access or AccessLog(metrics)
         self._budget = RetryBudget()
         self._alive: set[RequestId] = set()
@@ -111,8 +114,7 @@ class DataPath:
         try:
             turn = self._read(incoming, responder, keeper)
             if self._policy.remembers_prompts:
-                incoming, tokenizer = turn.incoming, self._tokenizer(turn)
-                turn.prompt = await read_prompt(incoming.path, incoming.body, turn.asked, tokenizer, self._encodings)
+                turn.prompt = await read_prompt(*self._to_read(turn), conversations=self._conversations)
         except KvherdError as error:
             self._access.refused(incoming, error)
             raise
@@ -129,8 +131,7 @@ class DataPath:
             self._access.refused(incoming, error)
             raise
         if self._policy.remembers_prompts:
-            incoming, tokenizer = turn.incoming, self._tokenizer(turn)
-            prompt = read_prompt_now(incoming.path, incoming.body, turn.asked, tokenizer, self._encodings)
+            prompt = read_prompt_now(*self._to_read(turn), conversations=self._conversations)
             if prompt is None:
                 return None
             turn.prompt = prompt
@@ -154,8 +155,10 @@ class DataPath:
         _heed(turn, incoming.headers)
         return turn
 
-    def _tokenizer(self, turn: Turn) -> Tokenizer | None:
-        return self._fleet.tokenizer(turn.model) if self._policy.needs_tokens else None
+    def _to_read(self, turn: Turn) -> tuple[str, bytes, Peek, Tokenizer | None, EncodingCache]:
+        """What its prompt is read from, and with."""
+        tokenizer = self._fleet.tokenizer(turn.model) if self._policy.needs_tokens else None
+        return turn.incoming.path, turn.incoming.body, turn.asked, tokenizer, self._encodings
 
     def _begin(self, turn: Turn) -> None:
         self._alive.add(turn.request)

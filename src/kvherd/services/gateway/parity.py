@@ -17,7 +17,8 @@ from kvherd.core.fleet.roster import Member
 from kvherd.core.text.parity import UNASKED, Agreement, Finding, PromptClass, first_difference, probes
 from kvherd.ports.completions import Tokenizer
 from kvherd.ports.worker import Worker
-from kvherd.services.gateway.prompts import EncodingCache, read_prompt
+from kvherd.services.gateway.encodings import EncodingCache
+from kvherd.services.gateway.prompts import read_prompt
 from kvherd.wire.openai.routing import peek
 
 log = logging.getLogger(__name__)

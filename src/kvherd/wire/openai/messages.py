@@ -12,7 +12,7 @@ ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
 def read_messages(fields: Fields) -> tuple[dict[str, Any], ...]:
     """Raises `FieldInvalid` with a path such as `messages[2].content`."""
-    messages = fields.sequence("messages", _message, most=MOST_MESSAGES)
+    messages = fields.sequence("messages", read_message, most=MOST_MESSAGES)
     if not messages:
         raise fields.invalid("messages", "must be a list with at least one message")
     return messages
@@ -29,12 +29,15 @@ def read_continuation(fields: Fields) -> bool:
 def has_parts(fields: Fields) -> bool:
     """Whether some message has its content as a list of parts."""
     messages = fields.get("messages")
-    return isinstance(messages, list) and any(
-        isinstance(message, dict) and isinstance(message.get("content"), list) for message in messages
-    )
+    return isinstance(messages, list) and any(map(in_parts, messages))
 
 
-def _message(path: str, value: object) -> dict[str, Any]:
+def in_parts(message: object) -> bool:
+    return isinstance(message, dict) and isinstance(message.get("content"), list)
+
+
+def read_message(path: str, value: object) -> dict[str, Any]:
+    """One of them, which is at `path`. Raises `FieldInvalid`."""
     message = object_item(path, value)
     fields = Fields(message, path)
     role = fields.required_text("role", f"is missing; one of {', '.join(ROLES)}")

@@ -6,6 +6,7 @@ makes every prediction wrong: of such a body nothing is told.
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, Final
 
 from kvherd.core.text.calls import CallOptions, ChatCall
@@ -46,6 +47,12 @@ _CHANGING: Final[Mapping[str, tuple[Any, ...]]] = {
 def decode_chat_prompt(body: bytes) -> ChatCall | None:
     """The call as far as it is rendered; None if the engine alone knows its prompt. Raises as `decode_chat` does."""
     fields = Fields(parse_object(body))
+    frame = read_frame(fields)
+    return None if frame is None else replace(frame, messages=read_messages(fields), parts=has_parts(fields))
+
+
+def read_frame(fields: Fields) -> ChatCall | None:
+    """The call but for its messages; None if the engine alone knows its prompt. Raises as `decode_chat` does."""
     choice, tools = fields.get("tool_choice"), fields.sequence("tools", object_item, most=1024)
     # Of tools that may not be called, or of which one must be, each engine shows the model others.
     if _changed(fields) or fields.get("input_ids") or fields.get("add_special_tokens"):
@@ -54,12 +61,11 @@ def decode_chat_prompt(body: bytes) -> ChatCall | None:
         return None
     return ChatCall(
         options=CallOptions(model=""),
-        messages=read_messages(fields),
+        messages=(),
         tools=tools,
         template_args=fields.mapping("chat_template_kwargs"),
         add_generation_prompt=fields.flag("add_generation_prompt", default=True),
         continue_final_message=read_continuation(fields),
-        parts=has_parts(fields),
     )
 
 

@@ -1,0 +1,227 @@
+"""Conversations that grow: what was made of the first messages of a chat is not made again for the next turn of it.
+
+    messages as they came   system │ user │ assistant │ user          looked up byte by byte, the longest that is known
+    their text              opening · turn · turn · turn  …  ending    rendered from the first unknown one on
+    its tokens              ─────────────────┤ cut before a special token      encoded from the last cut on
+    the names of its blocks ───────────────┤ full blocks                       named from the last full one on
+
+What comes out is what rendering and encoding the whole would give: a text that a later message could still change is
+not remembered (`Tokenizer.turns_ahead`), tokens only up to a cut that stays one however the text goes on.
+"""
+
+from array import array
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
+from typing import Any, Final, NamedTuple, TypeAlias
+
+import msgspec
+
+from kvherd.core.ids import PrefixHash
+from kvherd.core.kv.hashing import TOKEN_BYTES, PrefixHasher, token_bytes
+from kvherd.core.text.calls import ChatCall
+from kvherd.core.text.parity import PromptClass, classes_of, said_by
+from kvherd.core.text.turns import UNREAD
+from kvherd.ports.completions import Tokenizer
+from kvherd.services.gateway.encodings import EncodingCache
+from kvherd.wire.openai.conversation import around_messages, decode_frame, decode_messages, split_messages
+
+LIMIT_BYTES: Final = 64 * 1024 * 1024
+FRAMES_BYTES: Final = 4 * 1024 * 1024
+_OWN_BYTES: Final = 1024
+_BLOCK_BYTES: Final = 4
+"""What a beginning costs beside what it holds, and the name of a block for each of its tokens."""
+_TAIL: Final = 32
+_NAMESPACES: Final = 4
+
+
+@dataclass(slots=True, eq=False)
+class Beginning:
+    """The first messages of a chat. `read` has those of them that a template may look at again.
+
+    `tokens` are those of its text up to a cut, `chars` characters of it, and `open_end` is the text behind, as far as
+    it is known for good: that of `turns` messages.
+    """
+
+    messages: list[bytes] = field(default_factory=list)
+    read: tuple[dict[str, Any], ...] = ()
+    classes: frozenset[PromptClass] = frozenset()
+    opening: str = ""
+    turns: int = 0
+    tokens: "array[int]" = field(default_factory=lambda: array("I"))
+    chars: int = 0
+    open_end: str = ""
+    chains: dict[tuple[str, str | None, int, str | None], list[PrefixHash]] = field(default_factory=dict)
+
+    def chain(
+        self, hasher: PrefixHasher, model: str, block_size: int, *, lora: str | None, salt: str | None
+    ) -> list[PrefixHash]:
+        """Name the full blocks of `tokens`."""
+        key = model, lora, block_size, salt
+        names = self.chains.get(key)
+        if names is None or len(names) < len(self.tokens) // block_size:
+            known = names or []
+            before = known[-1] if known else hasher.root(model=model, block_size=block_size, lora=lora, salt=salt)
+            more = hasher.extend(before, token_bytes(self.tokens[len(known) * block_size :]), block_size * TOKEN_BYTES)
+            names = known + more
+            if len(self.chains) >= _NAMESPACES:
+                self.chains.clear()
+            self.chains[key] = names
+        return names
+
+    @property
+    def size_bytes(self) -> int:
+        text = len(self.open_end) + len(self.opening)
+        return sum(map(len, self.messages)) + (TOKEN_BYTES + _BLOCK_BYTES) * len(self.tokens) + 2 * text + _OWN_BYTES
+
+
+class Told(NamedTuple):
+    """A chat's prompt. Its tokens begin with those of `beginning`."""
+
+    token_ids: "array[int]"
+    classes: tuple[PromptClass, ...]
+    beginning: Beginning
+
+
+_Key: TypeAlias = tuple[int, int, int, int, bytes]
+"""Tokenizer, frame, number of messages, their bytes, the last one's end: whoever has the same is compared in full."""
+
+
+class Conversations:
+    """Remembers beginnings, the latest used, `limit_bytes` of them altogether. One hasher names their blocks."""
+
+    def __init__(self, encodings: EncodingCache, *, limit_bytes: int = LIMIT_BYTES) -> None:
+        self._encodings = encodings
+        self._limit = limit_bytes
+        self._bytes = 0
+        self._known: OrderedDict[_Key, Beginning] = OrderedDict()
+        self._frames = _Frames()
+
+    def read(self, body: bytes, messages: bytes, tokenizer: Tokenizer) -> Told | None:
+        """The prompt of a chat, whose body has `messages`; None if the whole has to be rendered, or a thread to encode.
+
+        Raises a `CallerError` where rendering the whole would.
+        """
+        ahead = tokenizer.turns_ahead
+        frame = None if ahead is None else self._frames.of(body, messages)
+        raw = split_messages(messages) if frame is not None else []
+        if ahead is None or frame is None or not raw:
+            return None
+        name = id(tokenizer), frame.number
+        known = self._longest(name, raw)
+        fresh = decode_messages(raw, begin=len(known.messages))
+        call = _call(frame.call, known, fresh)
+        rendered = tokenizer.render_turns(call, known.turns)
+        first = len(raw) - len(rendered.turns) if rendered is not None else 0
+        if rendered is None or (known.messages and (known.opening, known.turns) != (rendered.opening, first)):
+            return None
+        if not known.messages:
+            known = Beginning(opening=rendered.opening, turns=first, open_end=rendered.opening)
+        kept = known.classes | _said(fresh[:-1], tokenizer)
+        classes = classes_of(call, kept | _said(fresh[-1:], tokenizer))
+        turns = len(raw) - 1 - ahead
+        if turns > known.turns:
+            more = self._more(tokenizer, known, rendered.turns[known.turns - first : turns - first])
+            if more is None:
+                return None
+            known = replace(more, messages=raw[:-1], read=_still_read(call, turns), classes=kept, turns=turns)
+            self._remember(name, known)
+        rest = known.open_end + "".join(rendered.turns[known.turns - first :]) + rendered.ending
+        tokenizer.check_length(rest, after_chars=known.chars)
+        encoded = self._encodings.encode_more(tokenizer, rest)
+        return None if encoded is None else Told(known.tokens + array("I", encoded), classes, known)
+
+    def _longest(self, name: tuple[int, int], raw: list[bytes]) -> Beginning:
+        """The longest known beginning that leaves a message to be read; one of nothing if there is none."""
+        sizes = list(accumulate(map(len, raw)))
+        for count in range(len(raw) - 1, 0, -1):
+            key = (*name, count, sizes[count - 1], raw[count - 1][-_TAIL:])
+            known = self._known.get(key)
+            if known is not None and known.messages == raw[:count]:
+                self._known.move_to_end(key)
+                return known
+        return Beginning()
+
+    def _more(self, tokenizer: Tokenizer, known: Beginning, turns: Sequence[str]) -> Beginning | None:
+        """The same with more of its text; None if encoding that takes a thread."""
+        text = known.open_end + "".join(turns)
+        cut = self._encodings.last_cut(tokenizer, text)
+        encoded = self._encodings.encode_more(tokenizer, text[:cut])
+        if encoded is None:
+            return None
+        tokens, chains = known.tokens + array("I", encoded), dict(known.chains)
+        return replace(known, tokens=tokens, chars=known.chars + cut, open_end=text[cut:], chains=chains)
+
+    def _remember(self, name: tuple[int, int], known: Beginning) -> None:
+        messages = known.messages
+        key = (*name, len(messages), sum(map(len, messages)), messages[-1][-_TAIL:])
+        before = self._known.pop(key, None)
+        self._bytes += known.size_bytes - (before.size_bytes if before is not None else 0)
+        self._known[key] = known
+        while self._bytes > self._limit:
+            self._bytes -= self._known.popitem(last=False)[1].size_bytes
+
+
+class _Frame(NamedTuple):
+    """All of a call but its messages. `number`: equal ones have the same."""
+
+    number: int
+    call: ChatCall
+
+
+class _Frames:
+    """Frames by what stands around the messages in a body: the same for all turns of most conversations."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[bytes, bytes], _Frame | None] = {}
+        self._numbers: dict[bytes, _Frame] = {}
+        self._bytes = 0
+        self._next = 0
+
+    def of(self, body: bytes, messages: bytes) -> _Frame | None:
+        around = around_messages(body, messages)
+        if around is None:
+            return None
+        if around in self._known:
+            return self._known[around]
+        call = decode_frame(around)
+        frame = self._known[around] = None if call is None else self._numbered(call)
+        self._bytes += len(around[0]) + len(around[1]) + _OWN_BYTES
+        if self._bytes > FRAMES_BYTES:
+            self._known, self._numbers, self._bytes = {}, {}, 0
+        return frame
+
+    def _numbered(self, call: ChatCall) -> _Frame:
+        """Many fields of a body change nothing in its prompt."""
+        changing = msgspec.json.encode([call.tools, call.template_args, call.add_generation_prompt])
+        frame = self._numbers.get(changing)
+        if frame is None:
+            frame = self._numbers[changing] = _Frame(self._next, call)
+            self._next += 1
+            self._bytes += len(changing)
+        return frame
+
+
+def _call(frame: ChatCall, known: Beginning, fresh: Sequence[tuple[dict[str, Any], bool]]) -> ChatCall:
+    return ChatCall(
+        options=frame.options,
+        messages=(*known.read, *(message for message, _ in fresh)),
+        tools=frame.tools,
+        template_args=frame.template_args,
+        add_generation_prompt=frame.add_generation_prompt,
+        parts=PromptClass.PARTS in known.classes or any(parts for _, parts in fresh),
+    )
+
+
+def _said(fresh: Sequence[tuple[dict[str, Any], bool]], tokenizer: Tokenizer) -> frozenset[PromptClass]:
+    if not fresh:
+        return frozenset()
+    said = said_by([message for message, _ in fresh], tokenizer.special_tokens)
+    return said | {PromptClass.PARTS} if any(parts for _, parts in fresh) else said
+
+
+def _still_read(call: ChatCall, turns: int) -> tuple[dict[str, Any], ...]:
+    """All messages but the last, less those that no template looks at again when `turns` are rendered."""
+    kept = [one if at == 0 or at >= turns - 1 else UNREAD for at, one in enumerate(call.messages[:-1])]
+    return tuple(kept)
