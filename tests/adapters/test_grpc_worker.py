@@ -151,6 +151,13 @@ async def test_the_tokenizer_comes_from_the_worker() -> None:
     assert tokenizer.encode("hi") == [104, 105]
 
 
+async def test_workers_of_one_model_share_one_tokenizer() -> None:
+    script = EngineScript(tokenizer_zip=TOKENIZER)
+    async with serving(ScriptedSglang(script)) as one, serving(ScriptedSglang(script)) as other:
+        first, second = await asyncio.gather(fetch_tokenizer(one, 20.0), fetch_tokenizer(other, 20.0))
+    assert first is second
+
+
 @pytest.mark.parametrize(
     ("script", "problem"),
     [

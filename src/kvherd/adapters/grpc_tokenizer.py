@@ -2,6 +2,9 @@
 
 import asyncio
 import hashlib
+import threading
+from typing import Final
+from weakref import WeakValueDictionary
 
 import grpc.aio
 from smg_grpc_proto.generated import common_pb2, sglang_scheduler_pb2_grpc
@@ -11,6 +14,10 @@ from kvherd.adapters.tls import ClientTls
 from kvherd.adapters.tokenizer import ARCHIVE_LIMIT_BYTES, ModelTokenizer, tokenizer_from_zip
 from kvherd.core.errors import KvherdError, WorkerError, WorkerFailed, WorkerTimedOut
 from kvherd.core.ids import WorkerId
+
+_living: Final[WeakValueDictionary[str, ModelTokenizer]] = WeakValueDictionary()
+"""By the digest of the archive: a fleet of one model has one tokenizer, not one a worker of 15 MB or more each."""
+_building: Final = threading.Lock()
 
 
 async def fetch_tokenizer(target: str, deadline_s: float, tls: ClientTls | None = None) -> ModelTokenizer:
@@ -48,7 +55,11 @@ def _checked(worker: WorkerId, archive: bytes, digest: str) -> ModelTokenizer:
     if hashlib.sha256(archive).hexdigest() != digest.lower():
         raise WorkerFailed(worker, "its tokenizer arrived damaged: the SHA-256 differs")
     try:
-        return tokenizer_from_zip(archive)
+        with _building:  # workers of one model come together; it takes less than a second
+            made = _living.get(digest.lower())
+            if made is None:
+                made = _living[digest.lower()] = tokenizer_from_zip(archive)
+            return made
     except WorkerError:
         raise
     except KvherdError as error:
