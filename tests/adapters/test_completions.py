@@ -44,17 +44,26 @@ async def frames(call: ChatCall | CompletionCall, engine: ScriptedGenerations) -
     return [body if body == "[DONE]" else json.loads(body) for body in bodies]
 
 
-async def test_tokens_that_came_from_the_host_are_told_apart_and_read_again() -> None:
-    body = await completions().whole(
-        chat(), request=ID, generate=ScriptedGenerations("Paris", cached_tokens=3, host_tokens=2).generate
-    )
+@pytest.mark.parametrize(
+    ("host", "storage", "told"),
+    [
+        (2, 0, {"device": 1, "host": 2}),
+        (0, 2, {"device": 1, "host": 0, "storage": 2}),
+        (1, 2, {"device": 0, "host": 1, "storage": 2}),
+    ],
+)
+async def test_tokens_that_came_from_elsewhere_are_told_apart_and_read_again(
+    host: int, storage: int, told: dict[str, int]
+) -> None:
+    engine = ScriptedGenerations("Paris", cached_tokens=3, host_tokens=host, storage_tokens=storage)
+    body = await completions().whole(chat(), request=ID, generate=engine.generate)
     details = json.loads(body)["usage"]["prompt_tokens_details"]
-    assert details == {"cached_tokens": 3, "cached_tokens_details": {"device": 1, "host": 2}}
+    assert details == {"cached_tokens": 3, "cached_tokens_details": told}
     sniffer = UsageSniffer(stream=False)
     sniffer.feed(body)
     read = sniffer.usage()
     assert read is not None
-    assert (read.cached_tokens, read.host_tokens) == (3, 2)
+    assert (read.cached_tokens, read.host_tokens, read.storage_tokens) == (3, host, storage)
 
 
 async def test_a_whole_chat_has_text_reason_and_usage() -> None:

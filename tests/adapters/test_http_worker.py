@@ -409,6 +409,14 @@ META = b'{"text":"a \\"meta_info\\" data:","meta_info":{"prompt_tokens":7,"compl
     [
         ([json_answer(META % (2, b""))], [Usage(7, 4, 2)]),
         ([json_answer(META % (2, b',"cached_tokens_details":{"host":1}'))], [Usage(7, 4, 2, host_tokens=1)]),
+        (
+            [
+                json_answer(
+                    META % (2, b',"cached_tokens_details":{"device":1,"host":1,"storage":2,"storage_backend":"F"}')
+                )
+            ],
+            [Usage(7, 4, 2, host_tokens=1, storage_tokens=2)],
+        ),
         ([SSE_HEAD, *(chunk(b"data: " + META % (n, b"") + b"\n\n") for n in (1, 2)), LAST_CHUNK], [Usage(7, 4, 2)]),
         ([SSE_HEAD, chunk(b'data: {"index":1,"meta_info":{"prompt_tokens":7}}\n\n'), LAST_CHUNK], []),
         ([json_answer(b'[{"meta_info":{"prompt_tokens":7}}]')], []),

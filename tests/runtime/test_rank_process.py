@@ -132,7 +132,7 @@ async def test_what_one_engine_computed_another_reads_from_their_store_bit_by_bi
         await rank.client.submit("again", PROMPT, 6)
         again = await rank.client.end("again")
         assert [each.token_ids for each in again] == [each.token_ids for each in first]
-        assert (again[-1].cached_tokens, again[-1].host_tokens) == (96, 96)
+        assert (again[-1].cached_tokens, again[-1].host_tokens, again[-1].storage_tokens) == (96, 0, 96)
         await rank.client.flush("flush", 20.0)
         assert (await rank.client.answer("flush")).done
         assert sorted((tmp_path / "store").glob("??/*.kv")) == files

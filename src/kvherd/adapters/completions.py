@@ -52,6 +52,7 @@ class Plan:
             cached_tokens=sum(choice.cached_tokens for choice in least),
             completion_tokens=sum(choice.completion_tokens for choice in choices),
             host_tokens=sum(choice.host_tokens for choice in least),
+            storage_tokens=sum(choice.storage_tokens for choice in least),
         )
 
 
@@ -259,4 +260,5 @@ def _fields_of(usage: Usage) -> dict[str, object]:
         completion_tokens=usage.completion_tokens,
         cached_tokens=usage.cached_tokens,
         host_tokens=usage.host_tokens,
+        storage_tokens=usage.storage_tokens,
     )

@@ -83,6 +83,7 @@ def _fields(answer: NativeAnswer, run: Run) -> dict[str, Any]:
         completion_tokens=run.choice.completion_tokens,
         cached_tokens=run.choice.cached_tokens,
         host_tokens=run.choice.host_tokens,
+        storage_tokens=run.choice.storage_tokens,
         logprobs=run.request.sampling.logprobs is not None,
     )
     return fields

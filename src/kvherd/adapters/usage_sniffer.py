@@ -17,7 +17,14 @@ TOLD: Final = b'_tokens"'
 
 
 class _Tiers(msgspec.Struct):
+    """As SGLang tells them; `storage` only where there is a store."""
+
     host: int = 0
+    storage: int | None = None
+
+    @property
+    def told(self) -> tuple[int, int]:
+        return self.host, self.storage or 0
 
 
 class _PromptDetails(msgspec.Struct):
@@ -51,8 +58,8 @@ class _MetaInfo(msgspec.Struct):
     def usage(self) -> Usage | None:
         if self.prompt_tokens is None:
             return None
-        host = self.cached_tokens_details.host if self.cached_tokens_details else 0
-        return Usage(self.prompt_tokens, self.cached_tokens, self.completion_tokens or 0, host_tokens=host)
+        tiers = self.cached_tokens_details.told if self.cached_tokens_details else ()
+        return Usage(self.prompt_tokens, self.cached_tokens, self.completion_tokens or 0, *tiers)
 
 
 class _Answer(msgspec.Struct):
@@ -127,9 +134,9 @@ class UsageSniffer:
         if usage is not None:
             details = usage.prompt_tokens_details
             self._told = Usage(
-                prompt_tokens=usage.prompt_tokens or 0,
+                usage.prompt_tokens or 0,
                 # Stock servers leave it out, or say null, until they are told to report it.
-                cached_tokens=None if details is None else details.told,
-                completion_tokens=usage.completion_tokens or 0,
-                host_tokens=details.cached_tokens_details.host if details and details.cached_tokens_details else 0,
+                None if details is None else details.told,
+                usage.completion_tokens or 0,
+                *(details.cached_tokens_details.told if details and details.cached_tokens_details else ()),
             )

@@ -354,6 +354,7 @@ class ZmqScheduler:
                 each.logprobs,
                 each.finish,
                 each.host_tokens,
+                each.storage_tokens,
             )
         )
         if each.token_ids:

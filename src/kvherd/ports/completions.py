@@ -15,13 +15,14 @@ Generate = Callable[[GenerationRequest], AsyncIterator[TokenDelta]]
 class Usage(NamedTuple):
     """What a finished call cost, for logs and audits. `cached_tokens` None: whoever answered did not say.
 
-    `host_tokens` of them were loaded from host memory, as far as that was said.
+    `host_tokens` of them were loaded from host memory, `storage_tokens` others from a store, as far as that was said.
     """
 
     prompt_tokens: int
     cached_tokens: int | None
     completion_tokens: int
     host_tokens: int = 0
+    storage_tokens: int = 0
 
 
 class Tokenizer(Protocol):

@@ -234,4 +234,5 @@ def _progress(each: Progress) -> ipc.Progress:
         delta.logprobs,
         delta.finish,
         delta.host_tokens,
+        delta.storage_tokens,
     )

@@ -356,6 +356,7 @@ class Stage:
             assert not heard or heard[0].cached_tokens == delta.cached_tokens, "cached tokens changed afterwards"
             if not heard and (delta.finish is None or delta.finish.reason is not FinishReason.ABORT):
                 assert delta.cached_tokens == self._not_computed(name), f"{name} was not told the truth"
+            assert 0 <= delta.host_tokens <= delta.cached_tokens - delta.storage_tokens
             heard.append(delta)
             assert delta.completion_tokens == len(self.tokens(name))
         for answer in news.answers:

@@ -62,6 +62,7 @@ class ScriptedGenerations:
         *,
         cached_tokens: int = 0,
         host_tokens: int = 0,
+        storage_tokens: int = 0,
         error: Exception | None = None,
         fail_after: int = 0,
         pause: Callable[[], Awaitable[None]] | None = None,
@@ -73,6 +74,7 @@ class ScriptedGenerations:
         self.alive: set[RequestId] = set()
         self._cached_tokens = cached_tokens
         self._host_tokens = host_tokens
+        self._storage_tokens = storage_tokens
         self._error = error
         self._fail_after = fail_after
         self._pause = pause
@@ -113,4 +115,5 @@ class ScriptedGenerations:
             logprobs=logprobs,
             finish=finish,
             host_tokens=self._host_tokens,
+            storage_tokens=self._storage_tokens,
         )

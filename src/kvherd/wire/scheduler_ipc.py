@@ -96,6 +96,7 @@ class Progress(msgspec.Struct, frozen=True):
     logprobs: tuple[TokenLogprob, ...] = ()
     finish: Finish | None = None
     host_tokens: int = 0
+    storage_tokens: int = 0
 
 
 class Stepped(msgspec.Struct, frozen=True, tag="stepped"):

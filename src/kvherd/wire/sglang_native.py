@@ -50,7 +50,14 @@ class NativeAnswer:
         self.finish = delta.finish
 
     def fields(
-        self, *, prompt_tokens: int, completion_tokens: int, cached_tokens: int, logprobs: bool, host_tokens: int = 0
+        self,
+        *,
+        prompt_tokens: int,
+        completion_tokens: int,
+        cached_tokens: int,
+        logprobs: bool,
+        host_tokens: int = 0,
+        storage_tokens: int = 0,
     ) -> dict[str, Any]:
         meta: dict[str, Any] = {
             "id": self.request,
@@ -58,7 +65,7 @@ class NativeAnswer:
             "prompt_tokens": prompt_tokens,
             "completion_tokens": completion_tokens,
             "cached_tokens": cached_tokens,
-            **cached_details(cached_tokens, host_tokens),
+            **cached_details(cached_tokens, host_tokens, storage_tokens),
         }
         if logprobs:
             shown = [each.token for each in self.tokens]

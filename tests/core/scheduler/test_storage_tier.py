@@ -35,10 +35,40 @@ def test_a_prefix_that_one_engine_computed_is_read_by_another() -> None:
     second.submit(request("again", ASKS_FOR_EIGHT, 2))
     second.run_dry()
     assert second.cached("again") == 8
-    assert second.said["again"][-1].host_tokens == 8
+    assert tiers(second, "again") == (0, 0, 8)
     assert second.scheduler.load(0.0).store_fetched_tokens_total == 8
     [host] = [event for event in second.events if isinstance(event, BlocksStored) and event.tier is Tier.HOST]
     assert host.token_ids == tuple(EIGHT)
+
+
+def tiers(stage: Stage, name: str) -> tuple[int, int, int]:
+    """Cached tokens of a prompt by where they lay: device, host, storage."""
+    said = stage.said[name][-1]
+    return said.cached_tokens - said.host_tokens - said.storage_tokens, said.host_tokens, said.storage_tokens
+
+
+def test_each_cached_token_is_told_by_where_it_lay() -> None:
+    """1. The store brings two blocks. 2. Another prompt takes the place of the second on the device; it is in host
+    memory still. 3. A prompt has both, and a third that only the store has. 4. All of it is on the device now.
+    """
+    stage = engine(filled([*EIGHT, 9, 9, 9, 9]), pool_blocks=4)
+    for name, prompt in (("one", ASKS_FOR_EIGHT), ("other", [7] * 9), ("all", [*EIGHT, 9, 9, 9, 9, 1])):
+        stage.submit(request(name, prompt, 1))
+        stage.run_dry()
+    assert (tiers(stage, "one"), tiers(stage, "other")) == ((0, 0, 8), (0, 0, 0))
+    assert tiers(stage, "all") == (4, 4, 4)
+    stage.submit(request("again", [*EIGHT, 9, 9, 9, 9, 2], 1))
+    stage.run_dry()
+    assert tiers(stage, "again") == (12, 0, 0)
+
+
+def test_what_the_store_brought_once_lies_in_host_memory_from_then_on() -> None:
+    stage = engine(filled(EIGHT), pool_blocks=4)
+    for name, prompt in (("one", ASKS_FOR_EIGHT), ("other", [7] * 15), ("again", ASKS_FOR_EIGHT)):
+        stage.submit(request(name, prompt, 1))
+        stage.run_dry()
+    assert tiers(stage, "one") == (0, 0, 8)
+    assert tiers(stage, "again") == (0, 8, 0)
 
 
 def test_what_came_from_the_store_is_not_written_there_again() -> None:

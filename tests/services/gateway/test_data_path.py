@@ -784,8 +784,10 @@ async def test_of_a_vllm_that_was_seen_to_tell_silence_is_a_zero() -> None:
         assert (truth.decided, truth.wrong, truth.unavailable) == (2, 0, 0)
 
 
-async def test_tokens_that_came_from_the_host_were_not_predicted_to_be_on_the_device() -> None:
-    async with herd(fake(ANN, usage=Usage(11, 10, 2, host_tokens=5))) as it:
+@pytest.mark.parametrize(("host", "storage"), [(5, 0), (0, 5), (2, 3)])
+async def test_tokens_that_came_from_elsewhere_were_not_predicted_to_be_on_the_device(host: int, storage: int) -> None:
+    usage = Usage(11, 10, 2, host_tokens=host, storage_tokens=storage)
+    async with herd(fake(ANN, usage=usage)) as it:
         it.store(ANN, "hello")
         await it.ask("hello world")
         assert (it.member(ANN).truth.decided, it.member(ANN).truth.wrong) == (1, 0)

@@ -90,7 +90,8 @@ class TokenDelta:
     """News of one generation: the tokens since the last delta (possibly none) and the counts so far.
 
     `cached_tokens` is how many prompt tokens the engine did not compute; it is final from the first delta on. So is
-    `host_tokens`: how many of them had left the device and were loaded from host memory.
+    `host_tokens`: how many of them had left the device and were loaded from host memory; and `storage_tokens`: how many
+    others were read from the store for it.
     The last delta has `finish`; none follows it. `logprobs` is empty or as long as `token_ids`.
     """
 
@@ -101,3 +102,4 @@ class TokenDelta:
     logprobs: tuple[TokenLogprob, ...] = ()
     finish: Finish | None = None
     host_tokens: int = 0
+    storage_tokens: int = 0

@@ -90,12 +90,16 @@ class KvMemory:
         self.host.cached(fresh)
         return added
 
-    def load(self, nodes: Sequence[Node], blocks: Sequence[int]) -> None:
-        """Bring nodes of host memory, one behind the other, into these private blocks, with the next step."""
+    def load(self, nodes: Sequence[Node], blocks: Sequence[int]) -> int:
+        """Bring nodes of host memory, one behind the other, into these private blocks, with the next step. Answers how
+        many of them the store had brought there for this.
+        """
+        brought = sum(node.store_brought for node in nodes)
         for node, block in zip(nodes, blocks, strict=True):
             self.tree.bring(node, block)
             self._loads.append(self.host.load(node))
         self._tell_stored(nodes, Tier.DEVICE)
+        return brought
 
     def take_loads(self) -> tuple[Copy, ...]:
         """What the step that is planned has to load; until `HostTier.loaded` the slots are kept."""

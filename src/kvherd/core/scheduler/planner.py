@@ -111,12 +111,12 @@ class StepPlanner:
         blocks = self._memory.allocate(needed)
         assert blocks is not None, "available blocks could not be allocated"
         away = path[len(here) :]
-        self._memory.load(away, blocks[: len(away)])
+        brought = self._memory.load(away, blocks[: len(away)])
         self._memory.host.used(path)
         sequence.path = path
         sequence.blocks = [*(node.block for node in here), *blocks]
         sequence.computed = len(path) * self._limits.block_size
-        sequence.loaded_blocks += len(away)
+        sequence.loaded_from(host=len(away) - brought, storage=brought)
         return True
 
     def _continue_prompt(self, sequence: Sequence, draft: _Draft) -> None:
@@ -143,8 +143,8 @@ class StepPlanner:
                 tree.pin([node])
                 self._memory.give_back([sequence.blocks[index]])
             else:
-                self._memory.load([node], [sequence.blocks[index]])
-                sequence.loaded_blocks += 1
+                brought = self._memory.load([node], [sequence.blocks[index]])
+                sequence.loaded_from(host=1 - brought, storage=brought)
             sequence.path.append(node)
             sequence.blocks[index] = node.block
             sequence.computed += self._limits.block_size

@@ -25,7 +25,8 @@ NOWHERE: Final = -1
 class Node:
     """One cached block. A root has no block, no tokens and no hash.
 
-    `host_pins` keep its slot in host memory from being given away.
+    `host_pins` keep its slot in host memory from being given away. `store_brought`: it came from the store, and nobody
+    has used it yet.
     """
 
     __slots__ = (
@@ -41,6 +42,7 @@ class Node:
         "pins",
         "released",
         "serial",
+        "store_brought",
         "store_name",
         "tokens",
     )
@@ -60,6 +62,7 @@ class Node:
         self.host_children = 0
         self.host_pins = 0
         self.store_name: BlockName | None = None
+        self.store_brought = False
 
     @property
     def is_root(self) -> bool:
@@ -133,7 +136,7 @@ class PrefixTree:
 
     def bring(self, node: Node, block: int) -> None:
         """Put a node that is in host memory only into `block` of the pool, pinned. Its parent is on the device."""
-        node.block, node.pins = block, 1
+        node.block, node.pins, node.store_brought = block, 1, False
         if node.parent is not None:
             node.parent.device_children += 1
         self.size += 1

@@ -269,9 +269,9 @@ class Scheduler:
     def _take(self, sequence: Sequence, choice: Choice) -> Progress:
         """Add the chosen token to its answer, or end it."""
         if sequence.cached_tokens is None:
-            sequence.cached_tokens, sequence.host_tokens = sequence.cached_so_far(), sequence.loaded_so_far()
+            sequence.settle_cached()
             self._totals.prompt_tokens += sequence.prompt_tokens
-            self._totals.cached_tokens += sequence.cached_tokens
+            self._totals.cached_tokens += sequence.cached_so_far()
         limits, said = sequence.request.limits, len(sequence.output)
         finish = ending(limits, self._limits.eos_token_ids, said=said, token_id=choice.token_id)
         tokens: tuple[int, ...] = ()

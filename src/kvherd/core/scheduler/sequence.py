@@ -25,9 +25,11 @@ class Sequence:
     blocks: list[int] = field(default_factory=list)
     computed: int = 0
     own_blocks: set[int] = field(default_factory=set)
-    loaded_blocks: int = 0
+    host_blocks: int = 0
+    storage_blocks: int = 0
     cached_tokens: int | None = None
-    host_tokens: int | None = None
+    host_tokens: int = 0
+    storage_tokens: int = 0
     uncached_tokens: int = 0
     awaits_store: bool = False
     ended: bool = False
@@ -76,21 +78,36 @@ class Sequence:
         full = min(self.computed, self.prompt_tokens) // self.block_size
         return self.block_size * sum(index not in self.own_blocks for index in range(full))
 
-    def loaded_so_far(self) -> int:
-        """Those of them that were loaded from the host."""
-        if self.host_tokens is not None:
-            return self.host_tokens
-        return min(self.loaded_blocks * self.block_size, self.cached_so_far())
+    def loaded_from(self, *, host: int, storage: int) -> None:
+        """So many blocks were loaded that had been in host memory, and so many that the store brought for this."""
+        self.host_blocks += host
+        self.storage_blocks += storage
+
+    def settle_cached(self) -> None:
+        """The prompt is computed: what was cached of it, and where, is final."""
+        cached = self.cached_so_far()
+        self.host_tokens, self.storage_tokens = self._tiers_so_far(cached)
+        self.cached_tokens = cached
+
+    def _tiers_so_far(self, cached: int) -> tuple[int, int]:
+        """Those of the cached tokens that were loaded from the host, and those that came from the store."""
+        if self.cached_tokens is not None:
+            return self.host_tokens, self.storage_tokens
+        storage = min(self.storage_blocks * self.block_size, cached)
+        return min(self.host_blocks * self.block_size, cached - storage), storage
 
     def delta(
         self, tokens: tuple[int, ...] = (), *, logprob: TokenLogprob | None = None, finish: Finish | None = None
     ) -> TokenDelta:
+        cached = self.cached_so_far()
+        host, storage = self._tiers_so_far(cached)
         return TokenDelta(
             token_ids=tokens,
             prompt_tokens=self.prompt_tokens,
             completion_tokens=len(self.output),
-            cached_tokens=self.cached_so_far(),
-            host_tokens=self.loaded_so_far(),
+            cached_tokens=cached,
+            host_tokens=host,
+            storage_tokens=storage,
             logprobs=(logprob,) if tokens and logprob is not None else (),
             finish=finish,
         )

@@ -179,6 +179,7 @@ class StorageTier:
                 self._host.give_back([slot])
             else:
                 self._host.adopt(node, slot)
+                node.store_brought = not node.on_device
                 held.append(node)
         self._host.give_back(asked.slots[arrived:])
         self._tree.forget_if_empty(sequence.namespace)

@@ -55,6 +55,7 @@ class Choice:
         self.prompt_tokens = 0
         self.cached_tokens = 0
         self.host_tokens = 0
+        self.storage_tokens = 0
         self.completion_tokens = 0
         self.finish: Finish | None = None
         self._detokenizer: IncrementalDetokenizer | ByteDetokenizer
@@ -79,7 +80,7 @@ class Choice:
 
     def feed(self, delta: TokenDelta) -> TextDelta:
         self.prompt_tokens, self.cached_tokens = delta.prompt_tokens, delta.cached_tokens
-        self.host_tokens = delta.host_tokens
+        self.host_tokens, self.storage_tokens = delta.host_tokens, delta.storage_tokens
         if self._plain and not (delta.logprobs or self._incomplete or self._placed):
             return self._feed_plainly(delta)
         pieces: list[str] = []

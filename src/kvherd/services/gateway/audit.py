@@ -87,9 +87,10 @@ class Audit:
     ) -> Verdict:
         """Judge a complete answer: what it said of its cost, if anything, and the `reported_cached` tokens in that."""
         if usage is not None and reported is not None:
-            reported -= usage.host_tokens  # the index credits what is on the device
+            elsewhere = usage.host_tokens + usage.storage_tokens
+            reported -= elsewhere  # the index credits what is on the device
             more = trial.claim.in_blocks(reported) > trial.claim.tokens
-            if more and not usage.host_tokens and self._entries.beyond_device(member.worker):
+            if more and not elsewhere and self._entries.beyond_device(member.worker):
                 trial.watch.happened("other tiers")  # it may have taken blocks from there, and does not tell them apart
         if usage is not None and usage.prompt_tokens != trial.prompt_tokens:
             trial.watch.happened("tokens differ")  # then it is another prompt that the claim was about

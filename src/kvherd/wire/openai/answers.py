@@ -173,24 +173,30 @@ class TextAnswers:
 
 
 def usage_fields(
-    *, prompt_tokens: int, completion_tokens: int, cached_tokens: int | None, host_tokens: int = 0
+    *,
+    prompt_tokens: int,
+    completion_tokens: int,
+    cached_tokens: int | None,
+    host_tokens: int = 0,
+    storage_tokens: int = 0,
 ) -> dict[str, Any]:
-    """OpenAI's `usage`; tokens that were loaded from the host are told apart, in SGLang's words."""
+    """OpenAI's `usage`; tokens that were loaded from the host or a store are told apart, in SGLang's words."""
     return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,
         "total_tokens": prompt_tokens + completion_tokens,
         "prompt_tokens_details": None
         if cached_tokens is None
-        else {"cached_tokens": cached_tokens, **cached_details(cached_tokens, host_tokens)},
+        else {"cached_tokens": cached_tokens, **cached_details(cached_tokens, host_tokens, storage_tokens)},
     }
 
 
-def cached_details(cached_tokens: int, host_tokens: int) -> dict[str, Any]:
+def cached_details(cached_tokens: int, host_tokens: int, storage_tokens: int) -> dict[str, Any]:
     """Where cached tokens lay; nothing if all of them were on the device."""
-    if not host_tokens:
+    if not host_tokens and not storage_tokens:
         return {}
-    return {"cached_tokens_details": {"device": cached_tokens - host_tokens, "host": host_tokens}}
+    details = {"device": cached_tokens - host_tokens - storage_tokens, "host": host_tokens}
+    return {"cached_tokens_details": details | ({"storage": storage_tokens} if storage_tokens else {})}
 
 
 def error_frame(error: BaseException) -> bytes:
