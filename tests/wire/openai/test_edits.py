@@ -6,8 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvherd.core.errors import FieldInvalid
+from kvherd.wire.openai import edits
 from kvherd.wire.openai.edits import with_full_report, with_usage
-from kvherd.wire.openai.routing import peek
+from kvherd.wire.openai.routing import Peek, peek
 
 FULL = {"kv_cache_report_mode": "full"}
 
@@ -89,3 +91,39 @@ def test_an_edited_body_means_the_same_and_one_thing_more(
     assert usage is not None
     assert json.loads(full) == document | {"vllm_xargs": (own or {}) | FULL}
     assert json.loads(usage) == document | {"stream_options": {"include_usage": True}}
+
+
+MANY = b"[" + b",".join([b'{"model":"q","vllm_xargs":{"a":1}}'] * 3000) + b"]"
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b'{"model":"alias","vllm_xargs":{"a":1},"x":' + MANY + b"}",
+        b'{"x":' + MANY + b',"model":"alias","vllm_xargs":{"a":1}}',
+        b'{"x":' + MANY + b',"model":"alias","vllm_xargs":{"a":1},"y":' + MANY + b"}",
+    ],
+    ids=["before", "behind", "between"],
+)
+def test_a_body_full_of_members_of_one_name_is_read_a_few_times_only(
+    body: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each edit is tried by reading all of it, so that the gateway would stand still for minutes."""
+    asked, reads = peek(body), 0
+
+    def counted(data: bytes) -> Peek:
+        nonlocal reads
+        reads += 1
+        return peek(data)
+
+    monkeypatch.setattr(edits, "peek", counted)
+    if body.startswith(b'{"x"') and body.endswith(b"}]}"):
+        with pytest.raises(FieldInvalid, match="before or behind all members of that name further inside"):
+            edits.with_model(body, "real")
+        assert edits.with_full_report(body, asked) is None
+    else:
+        assert peek(edits.with_model(body, "real")).model == "real"
+        edited = edits.with_full_report(body, asked)
+        assert edited is not None
+        assert bytes(peek(edited).vllm_xargs) == b'{"kv_cache_report_mode":"full","a":1}'
+    assert reads < 50

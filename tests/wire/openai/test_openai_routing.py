@@ -27,3 +27,9 @@ def test_no_json_is_said_with_its_place() -> None:
     with pytest.raises(BodyNotJson) as caught:
         peek(b'{"model": "m",\n!}')
     assert (caught.value.line, caught.value.column) == (2, 1)
+
+
+@pytest.mark.parametrize("prompt", ["\\ud800", "\\udc00", "\\ud83d x", "\\udc00\\ud83d"])
+def test_half_a_character_is_called_that(prompt: str) -> None:
+    with pytest.raises(BodyNotJson, match="is half of a character"):
+        peek(b'{"model":"m","prompt":"%b"}' % prompt.encode())

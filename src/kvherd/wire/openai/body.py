@@ -26,7 +26,7 @@ def parse_object(body: bytes) -> dict[str, Any]:
 def body_not_json(body: bytes, error: Exception) -> BodyNotJson:
     """Say where `body` fails, in lines and columns of characters, given what msgspec said of it."""
     try:
-        json.loads(body.decode())
+        told = json.loads(body.decode())
     except json.JSONDecodeError as better:
         return BodyNotJson(better.lineno, better.colno, better.msg[:1].lower() + better.msg[1:])
     except UnicodeDecodeError as better:
@@ -36,9 +36,19 @@ def body_not_json(body: bytes, error: Exception) -> BodyNotJson:
     except ValueError:  # json has a limit for the digits of a whole number
         return BodyNotJson(1, 1, "a number in it is too long")
     # json takes what msgspec does not: NaN, numbers out of range, half surrogates
+    if not _is_unicode(told):
+        return BodyNotJson(1, 1, "a \\u escape in it is half of a character (a surrogate without the other)")
     found = _AT_BYTE.search(str(error))
     problem = _AT_BYTE.sub("", str(error)).removeprefix("JSON is malformed: ").split(" - at")[0]
     return BodyNotJson(*_position(body, int(found[1]) if found else len(body)), problem)
+
+
+def _is_unicode(value: object) -> bool:
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def json_name(value: object) -> str:

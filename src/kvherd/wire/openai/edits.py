@@ -5,6 +5,8 @@ was read by `peek`, so it is one JSON object.
 """
 
 import re
+from collections.abc import Iterator
+from itertools import islice
 from typing import Final
 
 import msgspec
@@ -15,6 +17,9 @@ from kvherd.wire.openai.routing import Peek, peek
 _FULL_REPORT: Final = b'"kv_cache_report_mode":"full"'
 _MODE: Final = "kv_cache_report_mode"
 _MODEL: Final = re.compile(rb'"model"\s*:\s*("(?:[^"\\]|\\.)*+"|null)')
+_XARGS: Final = re.compile(rb'"vllm_xargs"\s*:\s*')
+_MOST_TRIES: Final = 8
+"""Each reads the whole body, in which a stranger may put as many members of one name as there is room."""
 _EMPTY_OBJECT: Final = re.compile(rb"\{\s*\}")
 
 
@@ -33,13 +38,13 @@ def with_full_report(body: bytes, asked: Peek) -> bytes | None:
     if not own:
         return _with_member(body, b'"vllm_xargs":{' + _FULL_REPORT + b"}")
     if own == b"null" or _EMPTY_OBJECT.fullmatch(own):
-        return _with_value(body, b"vllm_xargs", own, b"{" + _FULL_REPORT + b"}")
+        return _with_xargs(body, own, b"{" + _FULL_REPORT + b"}")
     try:
         if _MODE in msgspec.json.decode(own, type=dict[str, msgspec.Raw]):
             return None
     except msgspec.MsgspecError:
         return None
-    return _with_value(body, b"vllm_xargs", own, b"{" + _FULL_REPORT + b"," + own[1:])
+    return _with_xargs(body, own, b"{" + _FULL_REPORT + b"," + own[1:])
 
 
 def with_rank(body: bytes, rank: int) -> bytes:
@@ -51,13 +56,16 @@ def with_model(body: bytes, model: str) -> bytes:
     """Ask for this model in place of the one that the body names, if any. Raises `FieldInvalid` if its name cannot
     be found.
     """
-    for found in reversed(list(_MODEL.finditer(body))):
+    for found in _members(body, b'"model"', _MODEL):
         edited = body[: found.start(1)] + msgspec.json.encode(model) + body[found.end(1) :]
         if peek(edited).model == model:  # another may stand further inside
             return edited
     if not peek(body).model:
         return _with_member(body, b'"model":' + msgspec.json.encode(model))
-    raise FieldInvalid("model", "is an alias here, and must be written without escapes in its key")
+    problem = (
+        "is an alias here: write its key without escapes, before or behind all members of that name further inside"
+    )
+    raise FieldInvalid("model", problem)
 
 
 def _with_member(body: bytes, member: bytes) -> bytes:
@@ -67,14 +75,27 @@ def _with_member(body: bytes, member: bytes) -> bytes:
     return body[:end] + comma + member + body[end:]
 
 
-def _with_value(body: bytes, key: bytes, old: bytes, new: bytes) -> bytes | None:
-    """Replace the value of a top-level member, given as it stands there.
+def _with_xargs(body: bytes, old: bytes, new: bytes) -> bytes | None:
+    """Replace their value, given as it stands there. None if it is not found."""
+    for found in _members(body, b'"vllm_xargs"', _XARGS):
+        if body.startswith(old, found.end()):
+            edited = body[: found.end()] + new + body[found.end() + len(old) :]
+            if bytes(peek(edited).vllm_xargs) == new:
+                return edited
+    return None
+
+
+def _members(body: bytes, key: bytes, member: re.Pattern[bytes]) -> Iterator[re.Match[bytes]]:
+    """Where such members stand: the last ones first, then the first ones; of very many, none of those between.
 
     A quote within a JSON string is escaped, so the key is found as a key only. That it is the one at the top, and not
-    one further inside, is seen by reading the result.
+    one further inside, is seen by reading what an edit makes of it.
     """
-    for found in reversed(list(re.finditer(rb'"%b"\s*:\s*(?=%b)' % (key, re.escape(old)), body))):
-        edited = body[: found.end()] + new + body[found.end() + len(old) :]
-        if bytes(peek(edited).vllm_xargs) == new:
-            return edited
-    return None
+    end, given = len(body), 0
+    while given < _MOST_TRIES and (at := body.rfind(key, 0, end)) >= 0:
+        end = at + len(key) - 1
+        found = member.match(body, at)
+        if found is not None:
+            given += 1
+            yield found
+    yield from islice(member.finditer(body, 0, end), _MOST_TRIES)
