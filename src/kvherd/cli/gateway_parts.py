@@ -80,4 +80,6 @@ def prepare(urls: Iterable[str]) -> None:
             import kvherd.adapters.grpc_kv_feed
             import kvherd.adapters.grpc_worker
         elif url.startswith(DIRECT):
-            import kvherd.adapters.zmq_kv_feed  # noqa: F401
+            import kvherd.adapters.zmq_endpoints
+            import kvherd.adapters.zmq_kv_feed
+            import kvherd.services.kv_relay.direct  # noqa: F401
