@@ -50,7 +50,7 @@ class TellingGateway:
         self._folder = folder
         self.port = free_ports((0, 1))
         (folder / "sitecustomize.py").write_text(TELLER.format(folder=folder))
-        words = ["--port", str(self.port), "--grpc-port", str(self.port + 1), "--heal", "off"]
+        words = ["--port", str(self.port), "--grpc-port", str(self.port + 1), "--host-name", "h"]
         path = os.pathsep.join((str(folder), *filter(None, [os.environ.get("PYTHONPATH")])))
         command = [sys.executable, "-m", "kvherd.cli.main", "gateway", *words]
         self.process = OwnedProcess(command, environment={"PYTHONPATH": path})
