@@ -272,3 +272,11 @@ async def test_a_generation_that_ends_without_a_finish_is_a_defect() -> None:
 
 async def test_the_chat_prompt_is_what_the_template_makes() -> None:
     assert completions().prompt_ids(chat()) == [list(b"user: hi\nassistant: ")]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_nested_without_end_tells_no_usage(stream: bool) -> None:
+    sniffer = UsageSniffer(stream=stream)
+    answer = b'{"usage":{"prompt_tokens":1},"x":' + b"[" * 5000 + b"]" * 5000 + b"}"
+    sniffer.feed(b"data: " + answer + b"\n\n" if stream else answer)
+    assert sniffer.usage() is None

@@ -32,7 +32,7 @@ class HttpAnswer:
         """The JSON object of the body; empty if it is none."""
         try:
             value = msgspec.json.decode(self.body)
-        except (msgspec.MsgspecError, UnicodeDecodeError):
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
             return {}
         return value if isinstance(value, dict) else {}
 

@@ -126,7 +126,11 @@ class UsageSniffer:
     def _read(self, document: bytes) -> None:
         try:
             answer = _decoder.decode(document)
-        except (msgspec.MsgspecError, UnicodeDecodeError):  # not as OpenAI has it: then there is nothing to tell
+        except (
+            msgspec.MsgspecError,
+            UnicodeDecodeError,
+            RecursionError,
+        ):  # not as OpenAI has it: then there is nothing to tell
             return
         usage = answer.usage
         if answer.meta_info is not None and answer.index is None:

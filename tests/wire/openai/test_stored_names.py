@@ -7,6 +7,7 @@ import pytest
 from kvherd.core.errors import FieldInvalid
 from kvherd.wire.openai.stored import ToldNames, continued
 
+DEEP = b"[" * 5000 + b"]" * 5000
 CREATED = {"type": "response.created", "response": {"id": "resp_1", "status": "in_progress"}}
 STREAM = b": hello\r\n\r\nevent: response.created\r\ndata: " + json.dumps(CREATED).encode() + b"\r\n\r\n"
 WHOLE = b'{"output": [{"id": "msg_9"}], "conversation": {"id": "conv_2"}, "id": "resp_1"}'
@@ -24,6 +25,7 @@ WHOLE = b'{"output": [{"id": "msg_9"}], "conversation": {"id": "conv_2"}, "id": 
         (b'{"previous_response_id": 5}', None),
         (b"{", None),
         (b"", None),
+        (b'{"previous_response_id": "resp_1", "x": ' + DEEP + b"}", None),
     ],
 )
 def test_what_a_body_goes_on_from(body: bytes, past: tuple[str, str] | None) -> None:
@@ -72,3 +74,10 @@ def test_an_answer_without_end_is_not_kept() -> None:
     names.feed(WHOLE)
     names.end()
     assert names.found == ()
+
+
+def test_an_answer_nested_without_end_tells_no_name() -> None:
+    told = ToldNames(stream=False)
+    told.feed(b'{"id": "resp_1", "x": ' + DEEP + b"}")
+    told.end()
+    assert told.found == ()

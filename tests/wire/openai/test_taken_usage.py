@@ -97,3 +97,9 @@ def test_an_event_longer_than_any_usage_is_not_kept(end: bytes, tail: int) -> No
 def test_a_comment_within_the_extra_event_stays() -> None:
     taker = TakenUsage()
     assert taker.feed(b": ping\n" + EXTRA + b"\n\n" + DONE + b"\n\n") == b": ping\n\n" + DONE + b"\n\n"
+
+
+def test_an_event_nested_without_end_is_passed_on() -> None:
+    event = b'data: {"choices":[],"usage":' + b"[" * 5000 + b"]" * 5000 + b"}\n\n"
+    taken = TakenUsage()
+    assert taken.feed(event) + taken.end() == event

@@ -42,7 +42,7 @@ def with_full_report(body: bytes, asked: Peek) -> bytes | None:
     try:
         if _MODE in msgspec.json.decode(own, type=dict[str, msgspec.Raw]):
             return None
-    except msgspec.MsgspecError:
+    except (msgspec.MsgspecError, RecursionError):
         return None
     return _with_xargs(body, own, b"{" + _FULL_REPORT + b"," + own[1:])
 

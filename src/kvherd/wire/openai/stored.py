@@ -46,7 +46,7 @@ def continued(body: bytes) -> tuple[str, str] | None:
     """
     try:
         asked = _asked.decode(body)
-    except (msgspec.MsgspecError, UnicodeDecodeError):
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return None  # whoever reads the rest says what is wrong with it
     conversation = _name_of(asked.conversation)
     name, field, root = asked.previous_response_id, "previous_response_id", RESPONSES
@@ -93,7 +93,7 @@ class ToldNames:
         self._stop()
         try:
             told = _told.decode(document)
-        except (msgspec.MsgspecError, UnicodeDecodeError):
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
             return
         names = (told.response.id if told.response else told.id, _name_of(told.conversation))
         self.found = tuple(name for name in names if name and is_name(name))

@@ -113,7 +113,7 @@ def _read(event: bytes) -> _Event | None:
         return None
     try:
         return _decoder.decode(data[0])
-    except (msgspec.MsgspecError, UnicodeDecodeError):
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return None
 
 
