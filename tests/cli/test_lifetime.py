@@ -1,13 +1,17 @@
 """What ends a process, and that its work cleans up before it does."""
 
+import os
+import pty
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 
 import pytest
 
 pytestmark = pytest.mark.engine
 
+IGNORING = "import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN)\n"
 PROGRAM = """
 import asyncio, sys
 from kvherd.cli.lifetime import until_stopped
@@ -30,10 +34,11 @@ print("done", flush=True)
 """
 
 
-def start(mode: str) -> "subprocess.Popen[str]":
+def start(mode: str, stdin: int = subprocess.PIPE, *, ignoring: str = "") -> "subprocess.Popen[str]":
+    """With `ignoring` it is begun as by nohup."""
     return subprocess.Popen(
-        [sys.executable, "-c", PROGRAM, mode],
-        stdin=subprocess.PIPE,
+        [sys.executable, "-c", IGNORING * bool(ignoring) + PROGRAM, mode],
+        stdin=stdin,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -49,6 +54,38 @@ def test_a_signal_lets_the_work_clean_up_and_ends_with_0(number: signal.Signals)
         said, _ = process.communicate(timeout=10)
     assert said == "clean 0\ndone\n"
     assert process.returncode == 0
+
+
+@pytest.fixture
+def terminal() -> Iterator[int]:
+    """What a process begun at a terminal reads from."""
+    ours, theirs = pty.openpty()
+    yield theirs
+    os.close(ours)
+    os.close(theirs)
+
+
+def test_a_terminal_that_is_gone_ends_what_was_begun_there(terminal: int) -> None:
+    with start("alone", terminal) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "up\n"
+        process.send_signal(signal.SIGHUP)
+        said, _ = process.communicate(timeout=10)
+    assert (said, process.returncode) == ("clean 0\ndone\n", 0)
+
+
+@pytest.mark.parametrize("ignoring", ["", "SIGHUP"])
+def test_a_process_without_a_terminal_or_under_nohup_lives_on(terminal: int, ignoring: str) -> None:
+    with start("alone", terminal if ignoring else subprocess.PIPE, ignoring=ignoring) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "up\n"
+        process.send_signal(signal.SIGHUP)
+        process.send_signal(signal.SIGHUP)
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(0.5)
+        process.send_signal(signal.SIGTERM)
+        said, _ = process.communicate(timeout=10)
+    assert (said, process.returncode) == ("clean 0\ndone\n", 0)
 
 
 def test_the_end_of_standard_input_ends_a_supervised_process() -> None:

@@ -1,9 +1,12 @@
 """How long a process lives: until its work ends, a signal asks it to stop, or whoever started it is gone."""
 
 import asyncio
+import logging
 import signal
 import sys
 from collections.abc import Callable, Coroutine
+
+log = logging.getLogger(__name__)
 
 
 class _UntilEof(asyncio.Protocol):
@@ -14,11 +17,22 @@ class _UntilEof(asyncio.Protocol):
         self._at_eof()
 
 
+def _at_terminal() -> bool:
+    return sys.stdin is not None and sys.stdin.isatty()
+
+
+def _say_that_files_are_watched() -> None:
+    log.info("SIGHUP asks for nothing here: files that may change are looked at all the time")
+
+
 async def until_stopped(work: Coroutine[None, None, None], *, supervised: bool = False) -> None:
     """Run `work` to its end, or cancel it at SIGINT or SIGTERM and return once it has cleaned up.
 
     Every further signal cancels again, which cuts a clean-up short. `supervised`: the end of standard input is such
     a signal too, so that a process never outlives the one that holds the other end.
+
+    SIGHUP is one for a process that was begun at a terminal, which is gone then. For any other it is the wish that
+    files be read again, as they are anyway; and where it is ignored, as under nohup, it stays so.
     """
     loop = asyncio.get_running_loop()
     task = asyncio.ensure_future(work)
@@ -34,6 +48,8 @@ async def until_stopped(work: Coroutine[None, None, None], *, supervised: bool =
 
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop)
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+        loop.add_signal_handler(signal.SIGHUP, stop if _at_terminal() else _say_that_files_are_watched)
     stdin = None
     if supervised:
         stdin, _ = await loop.connect_read_pipe(lambda: _UntilEof(stop), sys.stdin)

@@ -57,6 +57,15 @@ def test_a_request_has_its_parts() -> None:
     assert requests(parse(CHUNKED))[0].body == b'{"a": 12}'
 
 
+def test_a_client_has_one_key_whoever_reads_it() -> None:
+    twice = b"POST /v1/completions HTTP/1.1\r\nHost: here\r\nAuthorization: Bearer a\r\nauthorization: Bearer b\r\n"
+    parser = parse(GET + twice + b"Content-Length: 0\r\n\r\n")
+    assert len(requests(parser)) == 1
+    assert str(error(parser)) == "not a HTTP/1.1 frame: it has two Authorization headers and may have one"
+    once = b"POST /v1/completions HTTP/1.1\r\nHost: here\r\nAuthorization: Bearer a\r\nContent-Length: 0\r\n\r\n"
+    assert [request.headers[1] for request in requests(parse(once * 3))] == [(b"authorization", b"Bearer a")] * 3
+
+
 def test_a_trailer_is_no_header() -> None:
     (request,) = requests(parse(CHUNKED))
     assert [value for name, value in request.headers if name == b"host"] == [b"here"]

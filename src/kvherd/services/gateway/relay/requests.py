@@ -59,7 +59,8 @@ _OF_THE_CONNECTION = frozenset(
 )
 _DISGUISED = frozenset({b"content_length", b"transfer_encoding"})
 """Some servers read an underscore as a hyphen; what could frame a body there is not sent on."""
-_NOTABLE = _OF_THE_CONNECTION | _DISGUISED | {b"host", b"content-length", b"x-request-id", b"traceparent"}
+_KEPT = frozenset({b"host", b"content-length", b"authorization", b"x-request-id", b"traceparent"})
+_NOTABLE = _OF_THE_CONNECTION | _DISGUISED | _KEPT
 _USUAL_TOKENS = frozenset({b"keep-alive", b"close", b"upgrade"})
 _REQUEST_ID = re.compile(rb"[!#$%&'()*+,\-./0-9:;<=>?@A-Z\[\]^_`a-z{|}~]{1,128}")  # no space, quote or backslash
 _HOST = re.compile(rb"[A-Za-z0-9._~!$&'()*+,;=%\-\[\]:]*")
@@ -84,6 +85,7 @@ class RequestParser:
         "_expect",
         "_fed",
         "_forwarded",
+        "_has_key",
         "_has_request_id",
         "_has_traceparent",
         "_head_fed",
@@ -216,7 +218,7 @@ class RequestParser:
         self._expect = b""
         self._content_length = b""
         self._chunked = self._upgrade = self._body_follows_upgrade = False
-        self._has_request_id = self._has_traceparent = False
+        self._has_request_id = self._has_traceparent = self._has_key = False
 
     def on_url(self, url: bytes) -> None:
         self._url += url
@@ -283,6 +285,10 @@ class RequestParser:
             if self._has_request_id or not _REQUEST_ID.fullmatch(value):
                 return False
             self._has_request_id = True
+        elif name == b"authorization":
+            if self._has_key:  # whoever stands in front may have looked at the other one
+                raise _Refused(FrameInvalid("HTTP/1.1", "it has two Authorization headers and may have one"))
+            self._has_key = True
         elif name == b"traceparent":
             self._has_traceparent = True
         else:
