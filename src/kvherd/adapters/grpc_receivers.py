@@ -73,6 +73,28 @@ class Pushed:
     added to, and belongs to the worker's model and to calls that show special tokens alike.
     """
 
+    __slots__ = (
+        "_answer",
+        "_before",
+        "_behind",
+        "_choice",
+        "_chunks",
+        "_head",
+        "_on_first_token",
+        "_passed",
+        "_plain",
+        "_reader",
+        "_responder",
+        "_tells_text_only",
+        "_texts",
+        "_unsettled_bytes",
+        "_woken",
+        "complete",
+        "finished",
+        "status",
+        "stream",
+    )
+
     def __init__(
         self,
         reader: ResponseReader,
@@ -87,8 +109,7 @@ class Pushed:
         self.stream: WireStream | None = None
         self.status: tuple[str, str] | None = None
         self.finished = False
-        self.complete = False
-        """The engine said that it is done; else a stop string ended the answer here."""
+        self.complete = False  # the engine said that it is done; else a stop string ended the answer here
         self._reader = reader
         self._answer = answer
         run = answer.plan.runs[0]

@@ -16,6 +16,7 @@ from typing import Final, cast
 
 import hpack
 
+from kvherd.adapters.gathered_reads import USUAL, GatheredReads, Gathering
 from kvherd.adapters.grpc_stream import WINDOW_BYTES, Receiver, WireStream
 from kvherd.adapters.tls import why_untrusted
 from kvherd.core.errors import FrameInvalid
@@ -33,8 +34,10 @@ _UNLIMITED: Final = 2**31
 class GrpcWire(asyncio.Protocol):
     """One connection. `usable`: a new call may be made on it."""
 
-    def __init__(self, authority: str, *, scheme: str) -> None:
+    def __init__(self, authority: str, *, scheme: str, gathering: Gathering = USUAL) -> None:
         self._authority = authority
+        self._gathering = gathering
+        self._reads: GatheredReads | None = None
         self._scheme = scheme
         self._streams: dict[int, WireStream] = {}
         self._rest = b""
@@ -98,13 +101,18 @@ class GrpcWire(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast("asyncio.Transport", transport)
+        self._reads = GatheredReads(self._transport, self._gathering)
         grown = _CONNECTION_WINDOW_BYTES - http2.FIRST_WINDOW_BYTES
         told = http2.settings({http2.ENABLE_PUSH: 0, http2.FIRST_WINDOW: WINDOW_BYTES})
         self._transport.write(http2.PREFACE + told + http2.frame(http2.WINDOW_UPDATE, payload=grown.to_bytes(4, "big")))
-        keep_alive(transport.get_extra_info("socket"))
+        connection = transport.get_extra_info("socket")
+        if connection is not None:
+            keep_alive(connection)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._lost = True
+        if self._reads is not None:
+            self._reads.stop()
         why = f": {why_untrusted(exc)}" if isinstance(exc, OSError) else ""
         self._fail_all("UNAVAILABLE", f"the connection was lost{why}")
 
@@ -128,6 +136,8 @@ class GrpcWire(asyncio.Protocol):
             self._break_off(str(error))
             return
         self._rest = data[at:] if at else data
+        if self._reads is not None:
+            self._reads.after(len(self._streams))
 
     # --- frames -------------------------------------------------------------------------------------------------
 

@@ -14,6 +14,8 @@ _SHORTEST = 5
 class UsualChunks:
     """Those of one request. `ending_token_ids` end its generation, so their messages are not the usual ones."""
 
+    __slots__ = ("_ending", "_head", "_size_at")
+
     def __init__(self, request: str, ending_token_ids: Iterable[int]) -> None:
         name = request.encode()
         self._head = bytes((_REQUEST,)) + varint(len(name)) + name + bytes((_CHUNK,))
