@@ -2,10 +2,11 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 from jinja2 import Environment, Template, TemplateError
 from jinja2.ext import loopcontrols
+from jinja2.runtime import LoopContext
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from kvherd.adapters.turn_template import turn_template
@@ -84,8 +85,23 @@ def _left_open(text: str, last: str) -> str:
     return text[: begin + len(open_end if text.startswith(open_end, begin) else core)]
 
 
+_OF_DICTS: Final = frozenset(dir(dict))
+_OF_LOOPS: Final = frozenset({"first", "index", "index0", "last", "length"})
+
+
+class _Sandbox(ImmutableSandboxedEnvironment):
+    def getattr(self, obj: object, attribute: str) -> object:
+        """As it is, but soon done with what templates look at all the time."""
+        kind = type(obj)
+        if kind is dict and attribute not in _OF_DICTS:
+            return super().getitem(obj, attribute)
+        if kind is LoopContext and attribute in _OF_LOOPS:
+            return getattr(obj, attribute)
+        return super().getattr(obj, attribute)
+
+
 def _environment() -> Environment:
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
+    environment = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _refuse
     return environment
@@ -111,7 +127,7 @@ def _message(index: int, message: Mapping[str, Any]) -> dict[str, Any]:
     if message is UNREAD:
         return UNREAD
     content = message.get("content")
-    if isinstance(content, Sequence) and not isinstance(content, str):
+    if not isinstance(content, str) and isinstance(content, Sequence):
         content = "\n".join(_text(f"messages[{index}].content[{at}]", part) for at, part in enumerate(content))
     return {**message, "content": "" if content is None else content}
 

@@ -11,7 +11,7 @@ first one, those beside it, its number, and what is the same for all; not what o
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, cast
 
 from jinja2 import Environment, Template, nodes
 
@@ -19,6 +19,7 @@ from kvherd.core.text.turns import RenderedTurns, TurnUnreadError
 
 _MESSAGES: Final = "messages"
 _FRESH, _MARK, _BEFORE = "_kvherd_fresh", "_kvherd_mark", "_kvherd_before"
+_TURNS, _HIDDEN = "_kvherd_turns", "_kvherd_hidden"
 _METHODS: Final = frozenset(
     {"capitalize", "endswith", "get", "items", "join", "keys", "lower", "lstrip", "removeprefix", "removesuffix"}
     | {"replace", "rsplit", "rstrip", "split", "splitlines", "startswith", "strip", "title", "upper", "values"}
@@ -123,11 +124,18 @@ class _Cutter:
         shown = loop.iter
         assert isinstance(shown, nodes.Name)
         loop.iter = nodes.Getitem(shown, nodes.Slice(nodes.Neg(_name(_FRESH)), None, None), "load")
-        number = _Number(shown.name)
-        loop.body = [_mark(), *loop.body]
         for node in loop.body:
-            number.put_into(node)
-        body[at : at + 1] = [_mark(), loop, _mark()]
+            _with_numbers(node)
+        loop.body = [_mark(), *loop.body]
+        hidden = nodes.Sub(_length(_name(shown.name)), _length(_name(_TURNS)))
+        body[at : at + 1] = [
+            _mark(),
+            nodes.Assign(nodes.Name(_TURNS, "store"), loop.iter),
+            nodes.Assign(nodes.Name(_HIDDEN, "store"), hidden),
+            loop,
+            _mark(),
+        ]
+        loop.iter = _name(_TURNS)
         return self.ahead
 
     # --- what stands before the loop ---------------------------------------------------------------------------
@@ -233,49 +241,43 @@ class _Cutter:
             self.ahead = 1
 
 
-@dataclass(frozen=True)
-class _Number:
-    """Puts the number of a message in the whole chat in place of its number among those that are rendered."""
-
-    messages: str
-
-    def put_into(self, node: object) -> object:
-        if isinstance(node, nodes.Getattr) and isinstance(node.node, nodes.Name) and node.node.name == "loop":
-            return self._of_loop(node)
-        if isinstance(node, nodes.Sub) and _is_number(node.left) and _is(node.right, 1):
-            return nodes.Call(_name(_BEFORE), [self._number()], [], None, None)
-        if isinstance(node, nodes.For):  # within it the word means another loop
-            setattr(node, "iter", self.put_into(node.iter))  # noqa: B010 - what it is put in place of is as good
-            return node
-        if isinstance(node, nodes.Node):
-            for name, value in list(node.iter_fields()):
-                setattr(node, name, self._put_into_all(value))
+def _with_numbers(node: object) -> object:
+    """Put the number of a message in the whole chat in place of its number among those that are rendered."""
+    if isinstance(node, nodes.Getattr) and isinstance(node.node, nodes.Name) and node.node.name == "loop":
+        return _of_whole(node)
+    if isinstance(node, nodes.Sub) and _is_number(node.left) and _is(node.right, 1):
+        return nodes.Call(_name(_BEFORE), [_number()], [], None, None)
+    if isinstance(node, nodes.For):  # within it the word means another loop
+        node.iter = cast("nodes.Expr", _with_numbers(node.iter))
         return node
+    if isinstance(node, nodes.Node):
+        for name, value in list(node.iter_fields()):
+            if isinstance(value, list):
+                setattr(node, name, [_with_numbers(one) for one in value])
+            else:
+                setattr(node, name, _with_numbers(value))
+    return node
 
-    def _put_into_all(self, value: object) -> object:
-        if isinstance(value, list):
-            return [self._put_into_all(one) for one in value]
-        if isinstance(value, tuple):
-            return tuple(self._put_into_all(one) for one in value)
-        return self.put_into(value)
 
-    def _of_loop(self, node: nodes.Getattr) -> nodes.Expr:
-        match node.attr:
-            case "first":
-                return nodes.Compare(self._number(), [nodes.Operand("eq", nodes.Const(0))])
-            case "index0":
-                return self._number()
-            case "index":
-                return nodes.Add(self._number(), nodes.Const(1))
-            case _:
-                return node
+def _of_whole(node: nodes.Getattr) -> nodes.Expr:
+    match node.attr:
+        case "first":
+            return nodes.And(nodes.Not(_name(_HIDDEN)), node)
+        case "index0":
+            return _number()
+        case "index":
+            return nodes.Add(_number(), nodes.Const(1))
+        case _:
+            return node
 
-    def _number(self) -> nodes.Expr:
-        """How many are not rendered, and how many are before it of those that are."""
-        among = nodes.Getattr(_name("loop"), "index0", "load")
-        here = nodes.Getattr(_name("loop"), "length", "load")
-        whole = nodes.Filter(_name(self.messages), "length", [], [], None, None)
-        return nodes.Add(among, nodes.Sub(whole, here))
+
+def _number() -> nodes.Expr:
+    """How many are not rendered, and how many are before it of those that are."""
+    return nodes.Add(nodes.Getattr(_name("loop"), "index0", "load"), _name(_HIDDEN))
+
+
+def _length(messages: nodes.Expr) -> nodes.Expr:
+    return nodes.Filter(messages, "length", [], [], None, None)
 
 
 def _all(node: nodes.Node) -> Iterator[nodes.Node]:

@@ -4,9 +4,10 @@ A gateway predicts cached tokens from tokens it made itself. Where a worker make
 prediction is about another prompt, and worth nothing for that kind.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import compress
 from typing import Any, Final
 
 from kvherd.core.text.calls import ChatCall, CompletionCall
@@ -39,36 +40,55 @@ _OWN_FIELDS: Final = frozenset(
 """Template arguments that some engines take for the request's own fields."""
 
 
+_OF_CHATS: Final = (
+    PromptClass.CHAT,
+    PromptClass.TURNS,
+    PromptClass.PARTS,
+    PromptClass.SPECIAL,
+    PromptClass.TEMPLATE_ARGS,
+    PromptClass.PREFILL,
+    PromptClass.TOOLS,
+    PromptClass.AMBIGUOUS,
+)
+_SAYING_NOTHING: Final[frozenset[PromptClass]] = frozenset()
+_SAYING_SPECIAL: Final = frozenset({PromptClass.SPECIAL})
+_SAYING_TOOLS: Final = frozenset({PromptClass.TOOLS})
+_SAYING_BOTH: Final = _SAYING_SPECIAL | _SAYING_TOOLS
+
+
 def classify(call: ChatCall | CompletionCall, special_tokens: Collection[str]) -> tuple[PromptClass, ...]:
     """Every class that the prompt is of, the one that is most likely to be to blame for a difference last."""
     if isinstance(call, CompletionCall):
         return (PromptClass.TEXT,)
-    return classes_of(call, said_by(call.messages, special_tokens))
+    return classes_of(call, said_by(call.messages, lambda said: any(token in said for token in special_tokens)))
 
 
-def said_by(messages: Sequence[Mapping[str, Any]], special_tokens: Collection[str]) -> frozenset[PromptClass]:
-    """Classes that a prompt is of as soon as one of these messages is in it."""
-    said = "\0".join([str(one.get("content")) for one in messages])  # looked through at once: no token has a NUL
-    special = any(token in said for token in special_tokens)
-    tools = any(map(_of_tools, messages))
-    return frozenset([PromptClass.SPECIAL] * special + [PromptClass.TOOLS] * tools)
+def said_by(messages: Sequence[Mapping[str, Any]], special_in: Callable[[str], object]) -> frozenset[PromptClass]:
+    """Classes that a prompt is of as soon as one of these messages is in it. `special_in` says whether a special token
+    is in a text; none has a NUL.
+    """
+    special = special_in("\0".join([str(one.get("content")) for one in messages]))
+    for one in messages:
+        if _of_tools(one):
+            return _SAYING_BOTH if special else _SAYING_TOOLS
+    return _SAYING_SPECIAL if special else _SAYING_NOTHING
 
 
 def classes_of(call: ChatCall, said: Collection[PromptClass]) -> tuple[PromptClass, ...]:
     """As `classify`, of a chat of which nothing is read but the first message and the last: `said` is by all."""
     messages = call.messages
     open_end = call.continue_final_message
-    shown = {
-        PromptClass.TURNS: len(messages) > 1 or messages[0].get("role") != "user",
-        PromptClass.PARTS: call.parts,
-        PromptClass.SPECIAL: PromptClass.SPECIAL in said,
-        PromptClass.TEMPLATE_ARGS: bool(call.template_args),
-        PromptClass.PREFILL: messages[-1].get("role") == "assistant" or open_end,
-        PromptClass.TOOLS: bool(call.tools) or PromptClass.TOOLS in said,
-        PromptClass.AMBIGUOUS: bool(_OWN_FIELDS & set(call.template_args))
-        or not (call.add_generation_prompt or open_end),
-    }
-    return (PromptClass.CHAT, *(each for each, is_shown in shown.items() if is_shown))
+    shown = (
+        True,
+        len(messages) > 1 or messages[0].get("role") != "user",
+        call.parts,
+        PromptClass.SPECIAL in said,
+        call.template_args,
+        messages[-1].get("role") == "assistant" or open_end,
+        call.tools or PromptClass.TOOLS in said,
+        not (call.add_generation_prompt or open_end) or not _OWN_FIELDS.isdisjoint(call.template_args),
+    )
+    return tuple(compress(_OF_CHATS, shown))
 
 
 def _of_tools(message: Mapping[str, Any]) -> bool:

@@ -11,7 +11,7 @@ not remembered (`Tokenizer.turns_ahead`), tokens only up to a cut that stays one
 
 from array import array
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Any, Final, NamedTuple, TypeAlias
@@ -118,8 +118,9 @@ class Conversations:
             return None
         if not known.messages:
             known = Beginning(opening=rendered.opening, turns=first, open_end=rendered.opening)
-        kept = known.classes | _said(fresh[:-1], tokenizer)
-        classes = classes_of(call, kept | _said(fresh[-1:], tokenizer))
+        special_in = self._encodings.special(tokenizer).search
+        kept = known.classes if len(fresh) == 1 else known.classes | _said(fresh[:-1], special_in)
+        classes = classes_of(call, kept | _said(fresh[-1:], special_in))
         turns = len(raw) - 1 - ahead
         if turns > known.turns:
             more = self._more(tokenizer, known, rendered.turns[known.turns - first : turns - first])
@@ -206,19 +207,21 @@ class _Frames:
 def _call(frame: ChatCall, known: Beginning, fresh: Sequence[tuple[dict[str, Any], bool]]) -> ChatCall:
     return ChatCall(
         options=frame.options,
-        messages=(*known.read, *(message for message, _ in fresh)),
+        messages=(*known.read, *[message for message, _ in fresh]),
         tools=frame.tools,
         template_args=frame.template_args,
         add_generation_prompt=frame.add_generation_prompt,
-        parts=PromptClass.PARTS in known.classes or any(parts for _, parts in fresh),
+        parts=PromptClass.PARTS in known.classes or _any_in_parts(fresh),
     )
 
 
-def _said(fresh: Sequence[tuple[dict[str, Any], bool]], tokenizer: Tokenizer) -> frozenset[PromptClass]:
-    if not fresh:
-        return frozenset()
-    said = said_by([message for message, _ in fresh], tokenizer.special_tokens)
-    return said | {PromptClass.PARTS} if any(parts for _, parts in fresh) else said
+def _said(fresh: Sequence[tuple[dict[str, Any], bool]], special_in: Callable[[str], object]) -> frozenset[PromptClass]:
+    said = said_by([message for message, _ in fresh], special_in)
+    return said | {PromptClass.PARTS} if _any_in_parts(fresh) else said
+
+
+def _any_in_parts(fresh: Sequence[tuple[dict[str, Any], bool]]) -> bool:
+    return True in [parts for _, parts in fresh]
 
 
 def _still_read(call: ChatCall, turns: int) -> tuple[dict[str, Any], ...]:

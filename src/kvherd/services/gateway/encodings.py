@@ -92,15 +92,16 @@ class EncodingCache:
 
     def last_cut(self, tokenizer: Tokenizer, text: str) -> int:
         """The last place where a prompt that begins with this text is cut, however it goes on; 0 if there is none."""
-        pattern = self._pattern(tokenizer)
+        pattern = self.special(tokenizer)
         last = len(text) - self._doubtful[id(tokenizer)]
         return max((at for found in pattern.finditer(text) if (at := found.start()) <= last), default=0)
 
     def _cut(self, tokenizer: Tokenizer, text: str) -> list[str]:
-        cuts = [found.start() for found in self._pattern(tokenizer).finditer(text)]
+        cuts = [found.start() for found in self.special(tokenizer).finditer(text)]
         return [text[begin:end] for begin, end in pairwise((0, *cuts, len(text))) if begin < end]
 
-    def _pattern(self, tokenizer: Tokenizer) -> re.Pattern[str]:
+    def special(self, tokenizer: Tokenizer) -> re.Pattern[str]:
+        """Finds every special token."""
         pattern = self._cuts.get(id(tokenizer))
         if pattern is None:
             special = sorted(tokenizer.special_tokens, key=len, reverse=True)
