@@ -87,9 +87,10 @@ class Owner(Protocol):
         ...
 
 
-class UpstreamConnection(asyncio.Protocol):
+class UpstreamConnection:
     """One connection, one exchange at a time; `reusable` says whether another may follow."""
 
+    __deletable__ = ("_parser",)
     __slots__ = (
         "_begun",
         "_between",

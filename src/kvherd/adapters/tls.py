@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Any, Final, TypeVar, cast
 from urllib.parse import urlsplit
 
 from kvherd.adapters.addresses import addresses_of
@@ -267,7 +267,7 @@ def trusting_this_machine() -> ClientTls:
     return ClientTls(TlsFiles(), TlsOptions("", "", ""))
 
 
-_Made = TypeVar("_Made", bound=asyncio.Protocol)
+_Made = TypeVar("_Made")
 _Reached = TypeVar("_Reached")
 
 
@@ -280,19 +280,22 @@ async def connected(
     *,
     protocol: str = HTTP_1,
 ) -> _Made:
-    """A protocol of the event loop's, connected. Raises `OSError`, which `why_untrusted` explains.
+    """A protocol of the event loop's, connected. Raises `OSError`, which `why_untrusted` explains. It need not inherit
+    from `asyncio.Protocol`: a class that does cannot be compiled.
 
     A server that does not say over TLS that it speaks HTTP/2 is not spoken to in it.
     """
+    making = cast("Callable[[], asyncio.Protocol]", make)
     if tls is None:
-        return (await _reached(loop, host, port, lambda address: loop.create_connection(make, address, port)))[1]
+        _, plain = await _reached(loop, host, port, lambda address: loop.create_connection(making, address, port))
+        return cast("_Made", plain)
     context, server_name = tls.context(protocol), tls.server_name or host
     transport, made = await _reached(
         loop,
         host,
         port,
         lambda address: loop.create_connection(
-            make, address, port, ssl=context, server_hostname=server_name, ssl_shutdown_timeout=_FAREWELL_S
+            making, address, port, ssl=context, server_hostname=server_name, ssl_shutdown_timeout=_FAREWELL_S
         ),
     )
     session = transport.get_extra_info("ssl_object")
@@ -300,7 +303,7 @@ async def connected(
     if protocol == HTTP_2 and session.selected_alpn_protocol() != HTTP_2:
         transport.abort()
         raise OSError("it does not speak HTTP/2 over TLS (no h2 in ALPN), which gRPC needs")
-    return made
+    return cast("_Made", made)
 
 
 async def _reached(

@@ -7,17 +7,14 @@ from datetime import UTC, datetime
 from functools import lru_cache
 from typing import Protocol
 
-import msgspec
-
 from kvherd.core.errors import KvherdError
 from kvherd.core.ids import RequestId
 from kvherd.services.gateway.metrics import GatewayMetrics
 from kvherd.services.gateway.turn import Turn
+from kvherd.wire.access_line import AccessLine, as_it_is, encoded
 from kvherd.wire.status import status_of
 
 log = logging.getLogger("kvherd.access")
-
-_encode = msgspec.json.Encoder().encode
 
 
 class Asked(Protocol):
@@ -48,7 +45,7 @@ class AccessLog:
         self._metrics.refused(status.code)
         if self._written:
             told = {"at": _now(), "request": asked.request, "key": asked.key or None, "path": asked.path}
-            self._put(_encode({**told, "outcome": type(error).__name__, "status": status.http}))
+            self._put(encoded({**told, "outcome": type(error).__name__, "status": status.http}))
 
     def ended(self, turn: Turn, *, now_s: float) -> None:
         """A turn is over, whatever its outcome."""
@@ -76,7 +73,7 @@ class AccessLog:
 
     def _line(self, turn: Turn, ttft_s: float | None, itl_s: float | None, seconds: float) -> bytes:
         usage, answered = turn.usage, turn.outcome == "answered"
-        line = _Line(
+        line = AccessLine(
             _now(),
             turn.request,
             turn.incoming.key or None,
@@ -98,33 +95,8 @@ class AccessLog:
             round(seconds, 6),
         )
         if turn.explain:
-            line.explain = msgspec.Raw(turn.explanation or b"null")
-        return _encode(line)
-
-
-class _Line(msgspec.Struct, gc=False):
-    """Its names are those of the log."""
-
-    at: str
-    request: str
-    key: str | None
-    path: str
-    model: str
-    worker: str | None
-    rank: int | None
-    stream: bool
-    outcome: str
-    status: int | None
-    tries: int
-    prompt_tokens: int | None
-    completion_tokens: int | None
-    predicted_cached_tokens: int | None
-    cached_tokens: int | None
-    held_s: float | None
-    ttft_s: float | None
-    itl_s: float | None
-    seconds: float | None
-    explain: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+            line.explain = as_it_is(turn.explanation or b"null")
+        return encoded(line)
 
 
 def _now() -> str:

@@ -16,6 +16,7 @@ def launch_none(_request: DataRequest, _responder: Responder, _landed: Landed) -
 class Passage:
     """A flight within another path's: `leave` is called once, when it lands, is cancelled, or its task ends."""
 
+    __deletable__ = ("flight",)
     __slots__ = ("_landed", "flight", "leave")
 
     flight: Flight
@@ -70,20 +71,29 @@ def hand_over(
     done: then `abandoned` is called. It happens when the client leaves at that very moment. `within` is what `rest`
     awaits.
     """
-    begun = False
-
-    async def begin() -> None:
-        nonlocal begun
-        begun = True
-        await rest
+    begun = _Begun(rest)
+    whole = begun.go()
 
     def look() -> None:
-        if not begun:
+        if not begun.begun:
             for each in (whole, rest, within):
                 if each is not None:
                     each.close()  # or it would be complained of that nobody awaited it
             abandoned()
 
-    whole = begin()
     landed(whole)
     asyncio.get_running_loop().call_soon(look)
+
+
+class _Begun:
+    """Whether what was handed over has had its first step."""
+
+    __slots__ = ("_rest", "begun")
+
+    def __init__(self, rest: Coroutine[Any, Any, None]) -> None:
+        self._rest = rest
+        self.begun = False
+
+    async def go(self) -> None:
+        self.begun = True
+        await self._rest

@@ -74,6 +74,7 @@ class RequestParser:
     `wants_continue` is true while a client waits for `100 Continue` before it sends the body.
     """
 
+    __deletable__ = ("_parser",)
     __slots__ = (
         "_body",
         "_body_bytes",

@@ -11,7 +11,7 @@ from types import TracebackType
 from typing import Self
 
 from kvherd.core.errors import OptionInvalid, PortInUse
-from kvherd.services.gateway.relay.connection import Connection, Premises
+from kvherd.services.gateway.relay.connection import Connection, Premises, as_protocol
 from kvherd.services.gateway.relay.edge import AsgiApp, DataHandler, Launch, RelayLimits
 from kvherd.services.gateway.relay.handshake import Handshakes
 
@@ -112,7 +112,7 @@ class RelayServer:
             self._handshakes = Handshakes(
                 self._tls,
                 self._group,
-                make=lambda: Connection(premises, secured=True),
+                make=lambda: as_protocol(Connection(premises, secured=True)),
                 at_most=limits.connections,
                 within_s=limits.head_s,
                 refused=self._tls_refused,
@@ -123,7 +123,9 @@ class RelayServer:
         for _ in range(_DOORS):
             door = listener.dup()
             try:
-                self._doors.append(await loop.create_server(lambda: Connection(premises), sock=door, backlog=_BACKLOG))
+                self._doors.append(
+                    await loop.create_server(lambda: as_protocol(Connection(premises)), sock=door, backlog=_BACKLOG)
+                )
             except BaseException:
                 door.close()
                 raise
