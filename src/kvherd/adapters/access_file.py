@@ -13,7 +13,7 @@ from typing import Final, Self
 
 from kvherd.core.errors import OptionInvalid
 
-log = logging.getLogger(__name__)
+log: Final = logging.getLogger(__name__)
 
 HELD_S: Final = 0.2
 _MOST_HELD: Final = 1000

@@ -7,7 +7,7 @@ that a sink which cannot keep up bounds what is read, after every `_SETTLE_BYTES
 import asyncio
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import NamedTuple, Protocol, cast
+from typing import Final, NamedTuple, Protocol, cast
 
 import httptools
 
@@ -15,11 +15,11 @@ from kvherd.adapters.tls import why_untrusted
 from kvherd.wire.http_chunks import EVENTS_END, STARTS
 from kvherd.wire.http_heads import Block, Header, KnownHead, KnownHeaders
 
-_SETTLE_BYTES = 64 * 1024
-_HEAD_BYTES = 64 * 1024
-_JOIN_BYTES = 16 * 1024
-_BODYLESS = frozenset({204, 304})
-_OURS = b"x-kvherd-"
+_SETTLE_BYTES: Final = 64 * 1024
+_HEAD_BYTES: Final = 64 * 1024
+_JOIN_BYTES: Final = 16 * 1024
+_BODYLESS: Final = frozenset({204, 304})
+_OURS: Final = b"x-kvherd-"
 
 
 class Sink(Protocol):

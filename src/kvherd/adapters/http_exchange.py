@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 
@@ -15,8 +15,8 @@ from kvherd.core.ids import WorkerId
 from kvherd.wire.http_chunks import content
 from kvherd.wire.http_heads import Header
 
-_ANSWER_BYTES = 16 * 1024 * 1024
-_REASON_CHARACTERS = 300
+_ANSWER_BYTES: Final = 16 * 1024 * 1024
+_REASON_CHARACTERS: Final = 300
 
 
 @dataclass(frozen=True, slots=True)

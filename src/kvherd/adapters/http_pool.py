@@ -4,6 +4,7 @@ import asyncio
 import errno
 from collections import deque
 from collections.abc import Callable
+from typing import Final
 
 from kvherd.adapters.http_connection import (
     NoDescriptor,
@@ -15,7 +16,7 @@ from kvherd.adapters.http_connection import (
 )
 from kvherd.adapters.tls import ClientTls, connected, why_untrusted
 
-_ROUNDS = 8
+_ROUNDS: Final = 8
 
 
 class HttpPool:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import assert_never
+from typing import Final, assert_never
 
 from kvherd.adapters.http_connection import NoDescriptor, UpstreamBroken, UpstreamConnection, UpstreamUnreachable
 from kvherd.adapters.http_detect import detect
@@ -35,7 +35,7 @@ from kvherd.wire.http_heads import Header, first, lines, with_more
 from kvherd.wire.openai.edits import with_rank
 from kvherd.wire.openai.routing import RANK_HEADER
 
-_NOT_FORWARDED = frozenset(
+_NOT_FORWARDED: Final = frozenset(
     {
         b"connection",
         b"content-length",
@@ -50,9 +50,9 @@ _NOT_FORWARDED = frozenset(
         b"upgrade",
     }
 )
-_ANOTHER_MAY_SERVE = frozenset({502, 503, 504})
-_STATEFUL = ("/v1/responses", "/v1/conversations")
-_REASON_BYTES = 64 * 1024
+_ANOTHER_MAY_SERVE: Final = frozenset({502, 503, 504})
+_STATEFUL: Final = ("/v1/responses", "/v1/conversations")
+_REASON_BYTES: Final = 64 * 1024
 
 
 class HttpWorker:

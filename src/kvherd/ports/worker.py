@@ -3,7 +3,7 @@
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple, Protocol
 
 from kvherd.core.ids import Rank, RequestId, WorkerId
 from kvherd.ports.completions import Usage
@@ -134,7 +134,7 @@ class FlushAnswer:
     timed_out: bool = False
 
 
-NOT_HELD = "new requests were not held: this engine cannot"
+NOT_HELD: Final = "new requests were not held: this engine cannot"
 """What the message of a flush says where `hold` had no effect."""
 
 Opened = Callable[[], None]

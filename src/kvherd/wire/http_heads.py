@@ -6,14 +6,14 @@ A head that a strict parser has read once, byte for byte, need not be read by it
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Self, overload
+from typing import Final, Self, overload
 
 Header = tuple[bytes, bytes]
 
-_LENGTH = re.compile(rb"\r\ncontent-length:[ \t]*(\d{1,9})[ \t]*\r\n", re.IGNORECASE)
-_DIGITS = 9
-_LENGTH_NAME = b"content-length"
-_NAMING = frozenset({b"x-request-id", b"traceparent"})
+_LENGTH: Final = re.compile(rb"\r\ncontent-length:[ \t]*(\d{1,9})[ \t]*\r\n", re.IGNORECASE)
+_DIGITS: Final = 9
+_LENGTH_NAME: Final = b"content-length"
+_NAMING: Final = frozenset({b"x-request-id", b"traceparent"})
 
 
 @dataclass(frozen=True, slots=True)

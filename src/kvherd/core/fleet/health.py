@@ -1,6 +1,7 @@
 """A judge of one worker's health, from probes and from what requests met on their way."""
 
 from dataclasses import dataclass
+from typing import Final
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +25,7 @@ class Down:
 
 Health = Up | Suspect | Down
 
-_UP = Up()
+_UP: Final = Up()
 
 
 @dataclass(slots=True)

@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import NamedTuple, assert_never
+from typing import Final, NamedTuple, assert_never
 
 from kvherd.core.fleet.breaker import Breaker, BreakerState
 from kvherd.core.fleet.health import Down, HealthJudge, Suspect, Up
@@ -50,7 +50,7 @@ class Share(NamedTuple):
     used_tokens: int
 
 
-_NO_SHARE = Share(0, 0, 0)
+_NO_SHARE: Final = Share(0, 0, 0)
 
 
 @dataclass(slots=True)

@@ -10,7 +10,7 @@ To add one, write its filters, scorers or picker and give it a line in `_POLICIE
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from kvherd.core.errors import OptionInvalid
 from kvherd.core.routing import filters as rules
@@ -88,7 +88,7 @@ def _kv(weights: Weights) -> tuple[Named, ...]:
     )
 
 
-_LOAD = (("load", scorers.Load()), ("backlog", scorers.backlog_s))
+_LOAD: Final = (("load", scorers.Load()), ("backlog", scorers.backlog_s))
 
 _POLICIES: dict[str, Callable[[Weights], Policy]] = {
     "kv": lambda weights: Policy("kv", _kv(weights), pickers.best, needs_tokens=True, remembers_prompts=True),
@@ -99,7 +99,7 @@ _POLICIES: dict[str, Callable[[Weights], Policy]] = {
     "round_robin": lambda _: Policy("round_robin", (), pickers.InTurn()),
 }
 
-POLICY_NAMES = tuple(_POLICIES)
+POLICY_NAMES: Final = tuple(_POLICIES)
 
 
 def make_policy(name: str, weights: Weights | None = None) -> Policy:

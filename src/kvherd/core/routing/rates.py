@@ -2,8 +2,9 @@
 
 from dataclasses import dataclass
 from math import exp2
+from typing import Final
 
-UNTAUGHT = 1000.0
+UNTAUGHT: Final = 1000.0
 """Tokens a second of workers of which none has shown its rate: a guess."""
 
 

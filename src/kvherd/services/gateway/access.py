@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable
 from datetime import UTC, datetime
 from functools import lru_cache
-from typing import Protocol
+from typing import Final, Protocol
 
 from kvherd.core.errors import KvherdError
 from kvherd.core.ids import RequestId
@@ -14,7 +14,7 @@ from kvherd.services.gateway.turn import Turn
 from kvherd.wire.access_line import AccessLine, as_it_is, encoded
 from kvherd.wire.status import status_of
 
-log = logging.getLogger("kvherd.access")
+log: Final = logging.getLogger("kvherd.access")
 
 
 class Asked(Protocol):

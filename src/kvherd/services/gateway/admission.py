@@ -8,6 +8,7 @@ the names of API keys.
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Final
 
 from kvherd.core.errors import KvherdError
 from kvherd.core.fleet.refusals import DeadlinePassed, GatewayBusy, WaitedInVain
@@ -18,9 +19,9 @@ from kvherd.services.gateway.patience import deadline_s, with_deadline
 from kvherd.services.gateway.relay.edge import DataHandler, DataRequest, Launch
 from kvherd.services.gateway.settings import AdmissionBounds
 
-_LOOK_S = 0.25
+_LOOK_S: Final = 0.25
 """A worker may get room without a sign, such as by its rate's being learned."""
-_SOONEST_S = 0.001
+_SOONEST_S: Final = 0.001
 
 
 @dataclass(slots=True, eq=False)

@@ -9,7 +9,7 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Final, Protocol
 
 from kvherd.core.fleet.roster import Member
 from kvherd.core.fleet.truth import WINDOW, Claim, Verdict
@@ -21,7 +21,7 @@ from kvherd.ports.worker import WorkerKind
 from kvherd.services.gateway.credit import Match
 from kvherd.services.gateway.metrics import GatewayMetrics
 
-log = logging.getLogger(__name__)
+log: Final = logging.getLogger(__name__)
 
 
 class Entries(Protocol):

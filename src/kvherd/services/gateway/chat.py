@@ -11,6 +11,7 @@ import logging
 import random
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Final
 
 from kvherd.core.errors import (
     FieldInvalid,
@@ -48,12 +49,12 @@ from kvherd.wire.http_heads import Header, first
 from kvherd.wire.openai.edits import with_model
 from kvherd.wire.openai.routing import RANK_HEADER, Peek, peek
 
-log = logging.getLogger(__name__)
+log: Final = logging.getLogger(__name__)
 
-UNTOLD = Peek()
-EXPLAIN = b"x-kvherd-explain"
+UNTOLD: Final = Peek()
+EXPLAIN: Final = b"x-kvherd-explain"
 
-NAMING_PATHS = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses"})
+NAMING_PATHS: Final = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses"})
 """Where engines are told the model, also if the client left out what nobody could mistake."""
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from kvherd.core.errors import (
     KvherdError,
@@ -21,7 +21,7 @@ from kvherd.services.gateway.credit import NO_MATCH, Credit, Match
 from kvherd.services.gateway.turn import Turn
 from kvherd.wire.fleet_json import explanation_header
 
-RANKED_PATHS = frozenset({"/v1/chat/completions", "/v1/completions", "/generate"})
+RANKED_PATHS: Final = frozenset({"/v1/chat/completions", "/v1/completions", "/generate"})
 """Of which engines can be told the rank that is to serve them."""
 
 

@@ -6,7 +6,7 @@ import logging
 import random
 from collections.abc import Callable
 from types import TracebackType
-from typing import Self
+from typing import Final, Self
 
 from kvherd.core.errors import OptionInvalid, WorkerError, WorkerTimedOut, WorkerUnreachable
 from kvherd.core.fleet.health import Down, Up
@@ -38,7 +38,7 @@ from kvherd.services.gateway.orders import Addressee
 from kvherd.services.gateway.parity import compare
 from kvherd.services.gateway.tokenizers import Tokenizers
 
-log = logging.getLogger(__name__)
+log: Final = logging.getLogger(__name__)
 
 
 class Fleet:

@@ -25,7 +25,7 @@ from kvherd.services.gateway.settings import HealMode
 from kvherd.services.gateway.turn import Turn
 from kvherd.wire.openai.edits import with_full_report
 
-log = logging.getLogger(__name__)
+log: Final = logging.getLogger(__name__)
 
 _PATHS: Final = frozenset({"/v1/chat/completions", "/v1/completions"})
 LOOK_S: Final = 1.0

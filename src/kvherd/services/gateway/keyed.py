@@ -1,6 +1,7 @@
 """The door of the data path: a client's API key, and how much it may ask for at a time."""
 
 import asyncio
+from typing import Final
 
 from kvherd.core.fleet.keyring import Account, KeyLimitReached, Keyring, KeyUnknown
 from kvherd.ports.worker import Flight, Landed, Responder
@@ -9,7 +10,7 @@ from kvherd.services.gateway.passage import Passage, launch_none, launch_within
 from kvherd.services.gateway.relay.edge import DataHandler, DataRequest, Launch
 from kvherd.wire.http_heads import first, without
 
-_HEADER = b"authorization"
+_HEADER: Final = b"authorization"
 
 
 class KeyedPath:

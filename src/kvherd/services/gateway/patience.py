@@ -6,6 +6,7 @@ its beginning for each: one clock for all of them, since one for each would cost
 
 import asyncio
 from collections.abc import Callable, Iterable
+from typing import Final
 
 from kvherd.core.errors import FieldInvalid, KvherdError, WorkerTimedOut, WorkerUnreachable
 from kvherd.core.fleet.health import Down
@@ -13,7 +14,7 @@ from kvherd.core.fleet.refusals import DeadlinePassed
 from kvherd.core.fleet.roster import Member
 from kvherd.services.gateway.settings import Bounds
 
-TIMEOUT = b"x-request-timeout"
+TIMEOUT: Final = b"x-request-timeout"
 
 
 def deadline_s(headers: Iterable[tuple[bytes, bytes]]) -> float | None:

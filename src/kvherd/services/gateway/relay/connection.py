@@ -11,7 +11,7 @@ import logging
 from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, cast
+from typing import Any, Final, cast
 
 from kvherd.core.errors import CallerTooSlow, GatewayFull, GatewayStopping, KvherdError
 from kvherd.core.ids import RequestId
@@ -22,8 +22,8 @@ from kvherd.services.gateway.relay.edge import AsgiApp, DataHandler, DataRequest
 from kvherd.services.gateway.relay.requests import Incoming, Refusal, RequestParser, Stage
 from kvherd.services.gateway.relay.responder import ConnectionResponder
 
-_log = logging.getLogger(__name__)
-_CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
+_log: Final = logging.getLogger(__name__)
+_CONTINUE: Final = b"HTTP/1.1 100 Continue\r\n\r\n"
 _IDLE, _HEAD, _BODY = Stage.IDLE, Stage.HEAD, Stage.BODY
 
 

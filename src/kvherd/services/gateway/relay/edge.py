@@ -3,7 +3,7 @@
 import re
 from collections.abc import Awaitable, Callable, MutableMapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from kvherd.core.ids import RequestId
 from kvherd.ports.worker import Flight, Landed, Responder
@@ -47,17 +47,17 @@ is to be called. May raise a `KvherdError` like the handler; afterwards it lands
 Message = MutableMapping[str, Any]
 AsgiApp = Callable[[Message, Callable[[], Awaitable[Message]], Callable[[Message], Awaitable[None]]], Awaitable[None]]
 
-DATA_PATHS = frozenset({"/generate", "/tokenize", "/detokenize", "/v1/chat/completions", "/v1/completions"}) | {
+DATA_PATHS: Final = frozenset({"/generate", "/tokenize", "/detokenize", "/v1/chat/completions", "/v1/completions"}) | {
     "/v1/embeddings",
     "/v1/responses",
 }
 """Those that are known by name; what else is posted below `/v1/` is data, too."""
-_PLAIN = re.compile(r"/v1(?:/[A-Za-z0-9_~:@-][A-Za-z0-9_~:@.-]*)+")
+_PLAIN: Final = re.compile(r"/v1(?:/[A-Za-z0-9_~:@-][A-Za-z0-9_~:@.-]*)+")
 """Neither dots that lead elsewhere, nor bytes that stand for others, nor what some servers read as a slash."""
 
-STORED = (RESPONSES, CONVERSATIONS)
+STORED: Final = (RESPONSES, CONVERSATIONS)
 """Below these, engines keep answers and conversations by name, to be read and deleted."""
-_KEPT = tuple(f"{root}/" for root in STORED)
+_KEPT: Final = tuple(f"{root}/" for root in STORED)
 
 
 def is_data(method: str, path: str) -> bool:

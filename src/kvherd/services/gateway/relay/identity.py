@@ -2,13 +2,14 @@
 
 import itertools
 import random
+from typing import Final
 
 from kvherd.core.ids import RequestId
 
 Headers = list[tuple[bytes, bytes]]
 
 # Identifiers are half this process's own dice, half a count: one cast for each request would cost more than parsing it.
-_OURS = b"%016x" % random.SystemRandom().getrandbits(64)
+_OURS: Final = b"%016x" % random.SystemRandom().getrandbits(64)
 _counted = itertools.count(random.SystemRandom().getrandbits(63))
 
 

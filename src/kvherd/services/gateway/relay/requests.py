@@ -10,7 +10,7 @@ import re
 from collections import deque
 from dataclasses import dataclass
 from enum import Enum
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import httptools
 
@@ -54,17 +54,17 @@ class _Refused(Exception):
         self.error = error
 
 
-_OF_THE_CONNECTION = frozenset(
+_OF_THE_CONNECTION: Final = frozenset(
     {b"connection", b"keep-alive", b"proxy-connection", b"te", b"trailer", b"upgrade", b"transfer-encoding", b"expect"}
 )
-_DISGUISED = frozenset({b"content_length", b"transfer_encoding"})
+_DISGUISED: Final = frozenset({b"content_length", b"transfer_encoding"})
 """Some servers read an underscore as a hyphen; what could frame a body there is not sent on."""
-_KEPT = frozenset({b"host", b"content-length", b"authorization", b"x-request-id", b"traceparent"})
-_NOTABLE = _OF_THE_CONNECTION | _DISGUISED | _KEPT
-_USUAL_TOKENS = frozenset({b"keep-alive", b"close", b"upgrade"})
-_REQUEST_ID = re.compile(rb"[!#$%&'()*+,\-./0-9:;<=>?@A-Z\[\]^_`a-z{|}~]{1,128}")  # no space, quote or backslash
-_HOST = re.compile(rb"[A-Za-z0-9._~!$&'()*+,;=%\-\[\]:]*")
-_BYTES_AROUND_A_CHUNK = 8
+_KEPT: Final = frozenset({b"host", b"content-length", b"authorization", b"x-request-id", b"traceparent"})
+_NOTABLE: Final = _OF_THE_CONNECTION | _DISGUISED | _KEPT
+_USUAL_TOKENS: Final = frozenset({b"keep-alive", b"close", b"upgrade"})
+_REQUEST_ID: Final = re.compile(rb"[!#$%&'()*+,\-./0-9:;<=>?@A-Z\[\]^_`a-z{|}~]{1,128}")  # no space, quote or backslash
+_HOST: Final = re.compile(rb"[A-Za-z0-9._~!$&'()*+,;=%\-\[\]:]*")
+_BYTES_AROUND_A_CHUNK: Final = 8
 
 
 class RequestParser:

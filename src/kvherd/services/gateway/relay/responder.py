@@ -5,7 +5,7 @@ import socket
 import struct
 from collections.abc import Callable, Coroutine, Sequence
 from http import HTTPStatus
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple, Protocol
 
 import msgspec
 
@@ -31,18 +31,18 @@ class Outlet(Protocol):
     ) -> None: ...
 
 
-_STATUS_LINES = {status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\n".encode() for status in HTTPStatus}
-_OF_THE_CONNECTION = frozenset(
+_STATUS_LINES: Final = {status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\n".encode() for status in HTTPStatus}
+_OF_THE_CONNECTION: Final = frozenset(
     {b"connection", b"keep-alive", b"proxy-connection", b"te", b"trailer", b"upgrade", b"transfer-encoding"}
 )
-_NOTABLE = _OF_THE_CONNECTION | {b"content-length", b"content-type", b"x-request-id"}
-_NEEDS_THE_WHOLE = frozenset({b"connection", b"content-length", b"x-request-id"})
-_USUAL_TOKENS = frozenset({b"keep-alive", b"close", b"upgrade"})
-_FRAMING = frozenset({b"content-length", b"content-type", b"transfer-encoding"})
-_BODYLESS = frozenset({204, 304})
-_MOST_PADDING = 8  # some clients read at most so many digits of a chunk's size, and sixteen are enough for all
-_CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
-_WITHOUT_LENGTH = -1
+_NOTABLE: Final = _OF_THE_CONNECTION | {b"content-length", b"content-type", b"x-request-id"}
+_NEEDS_THE_WHOLE: Final = frozenset({b"connection", b"content-length", b"x-request-id"})
+_USUAL_TOKENS: Final = frozenset({b"keep-alive", b"close", b"upgrade"})
+_FRAMING: Final = frozenset({b"content-length", b"content-type", b"transfer-encoding"})
+_BODYLESS: Final = frozenset({204, 304})
+_MOST_PADDING: Final = 8  # some clients read at most so many digits of a chunk's size, and sixteen are enough for all
+_CONTINUE: Final = b"HTTP/1.1 100 Continue\r\n\r\n"
+_WITHOUT_LENGTH: Final = -1
 
 
 class HeaderUnsafe(ValueError):
