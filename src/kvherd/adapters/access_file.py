@@ -68,7 +68,8 @@ class AccessFile:
         try:
             self._follow_the_name()
             while data:
-                data = data[os.write(self._file, data) :]
+                written = os.write(self._file, data)
+                data = data[written:]
         except OSError as error:
             if not self._failing:
                 log.error("the access log %s cannot be written: %s", self._path or "-", error.strerror)  # noqa: TRY400

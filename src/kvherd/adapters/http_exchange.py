@@ -108,12 +108,12 @@ class HttpAsker:
         sink = _Kept()
         try:
             await self._pool.exchange(head, body, sink, repeatable=method == "GET", sent=sent)
-        except NoDescriptor as error:
-            raise WorkerFailed(self._worker, str(error)) from None
-        except UpstreamUnreachable as error:
-            raise WorkerUnreachable(self._worker, str(error)) from None
-        except UpstreamBroken as error:
-            raise WorkerFailed(self._worker, error.reason) from None
+        except NoDescriptor as short:
+            raise WorkerFailed(self._worker, str(short)) from None
+        except UpstreamUnreachable as unreachable:
+            raise WorkerUnreachable(self._worker, str(unreachable)) from None
+        except UpstreamBroken as broken:
+            raise WorkerFailed(self._worker, broken.reason) from None
         except AnswerTooLarge:
             raise WorkerFailed(self._worker, f"its answer to {path} is larger than {_ANSWER_BYTES} bytes") from None
         return sink.answer()

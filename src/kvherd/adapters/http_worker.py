@@ -51,7 +51,7 @@ _NOT_FORWARDED: Final = frozenset(
     }
 )
 _ANOTHER_MAY_SERVE: Final = frozenset({502, 503, 504})
-_STATEFUL: Final = ("/v1/responses", "/v1/conversations")
+_STATEFUL: Final[tuple[str, ...]] = ("/v1/responses", "/v1/conversations")
 _REASON_BYTES: Final = 64 * 1024
 
 
@@ -117,10 +117,10 @@ class HttpWorker:
             yield
         except NoDescriptor:
             raise DescriptorsExhausted from None
-        except UpstreamUnreachable as error:
-            raise WorkerUnreachable(self._id, str(error)) from None
-        except UpstreamBroken as error:
-            raise self.failure(error, responder) from None
+        except UpstreamUnreachable as unreachable:
+            raise WorkerUnreachable(self._id, str(unreachable)) from None
+        except UpstreamBroken as broken:
+            raise self.failure(broken, responder) from None
 
     def failure(self, broken: UpstreamBroken, responder: Responder) -> WorkerFailed:
         """What became of an answer, once its client was told, if it had begun."""

@@ -30,7 +30,8 @@ class KnownHead:
         found = _LENGTH.search(message, 0, end)
         if found is None or _LENGTH.search(message, found.end(1), end) is not None:
             return None
-        return cls(message[: found.start(1)], message[found.end(1) : end])
+        before, after = found.span(1)
+        return cls(message[:before], message[after:end])
 
     def body(self, message: bytes) -> tuple[int, int] | None:
         """Where the body begins and how long it is, if this message has this head."""

@@ -88,7 +88,7 @@ def _kv(weights: Weights) -> tuple[Named, ...]:
     )
 
 
-_LOAD: Final = (("load", scorers.Load()), ("backlog", scorers.backlog_s))
+_LOAD = (("load", scorers.Load()), ("backlog", scorers.backlog_s))
 
 _POLICIES: dict[str, Callable[[Weights], Policy]] = {
     "kv": lambda weights: Policy("kv", _kv(weights), pickers.best, needs_tokens=True, remembers_prompts=True),

@@ -393,11 +393,6 @@ def _let_go(waiter: "asyncio.Future[None]") -> None:
         waiter.set_result(None)
 
 
-def as_protocol(connection: Connection) -> asyncio.Protocol:
-    """It is one by what it does: a class of the interpreter's as base would keep it from being compiled."""
-    return cast("asyncio.Protocol", connection)
-
-
 def _address(transport: asyncio.Transport, which: str) -> str:
     address = transport.get_extra_info(which)
     return f"{address[0]}:{address[1]}" if isinstance(address, tuple) else "unix:0"

@@ -55,7 +55,7 @@ DATA_PATHS: Final = frozenset({"/generate", "/tokenize", "/detokenize", "/v1/cha
 _PLAIN: Final = re.compile(r"/v1(?:/[A-Za-z0-9_~:@-][A-Za-z0-9_~:@.-]*)+")
 """Neither dots that lead elsewhere, nor bytes that stand for others, nor what some servers read as a slash."""
 
-STORED: Final = (RESPONSES, CONVERSATIONS)
+STORED: Final[tuple[str, ...]] = (RESPONSES, CONVERSATIONS)
 """Below these, engines keep answers and conversations by name, to be read and deleted."""
 _KEPT: Final = tuple(f"{root}/" for root in STORED)
 

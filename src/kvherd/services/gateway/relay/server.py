@@ -11,7 +11,7 @@ from types import TracebackType
 from typing import Self
 
 from kvherd.core.errors import OptionInvalid, PortInUse
-from kvherd.services.gateway.relay.connection import Connection, Premises, as_protocol
+from kvherd.services.gateway.relay.connection import Connection, Premises
 from kvherd.services.gateway.relay.edge import AsgiApp, DataHandler, Launch, RelayLimits
 from kvherd.services.gateway.relay.handshake import Handshakes
 
@@ -112,7 +112,7 @@ class RelayServer:
             self._handshakes = Handshakes(
                 self._tls,
                 self._group,
-                make=lambda: as_protocol(Connection(premises, secured=True)),
+                make=lambda: _as_protocol(Connection(premises, secured=True)),
                 at_most=limits.connections,
                 within_s=limits.head_s,
                 refused=self._tls_refused,
@@ -124,7 +124,7 @@ class RelayServer:
             door = listener.dup()
             try:
                 self._doors.append(
-                    await loop.create_server(lambda: as_protocol(Connection(premises)), sock=door, backlog=_BACKLOG)
+                    await loop.create_server(lambda: _as_protocol(Connection(premises)), sock=door, backlog=_BACKLOG)
                 )
             except BaseException:
                 door.close()
@@ -182,3 +182,8 @@ class RelayServer:
                 raise PortInUse(self._port, self._port_option) from None
             raise OptionInvalid(self._host_option, f"cannot listen on {self._host}:{self._port}: {error}") from None
         return listener
+
+
+def _as_protocol(connection: Connection) -> asyncio.Protocol:
+    """It is one by what it does: a class of the interpreter's as base would keep it from being compiled."""
+    return cast("asyncio.Protocol", connection)
