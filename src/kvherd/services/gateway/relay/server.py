@@ -8,7 +8,7 @@ import ssl
 from collections.abc import Callable
 from dataclasses import replace
 from types import TracebackType
-from typing import Self
+from typing import Self, cast
 
 from kvherd.core.errors import OptionInvalid, PortInUse
 from kvherd.services.gateway.relay.connection import Connection, Premises
