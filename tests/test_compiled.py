@@ -85,6 +85,10 @@ def test_a_room_has_nothing_that_compiles_to_something_else(module: str) -> None
     native class; nor can msgspec's structs.
     """
     for node in ast.walk(ast.parse(source_of(module).read_text())):
+        if isinstance(node, ast.ClassDef):
+            made = " ".join(map(ast.unparse, node.decorator_list))
+            errors = any("Error" in ast.unparse(base) for base in node.bases)
+            assert not (errors and "dataclass" in made), f"{module}.{node.name} is an error and a dataclass"
         if isinstance(node, ast.Slice):
             calls = [each for each in ast.walk(node) if isinstance(each, ast.Call) and ast.unparse(each.func) != "len"]
             assert not calls, f"{module}: {ast.unparse(node)} calls what bounds a slice"

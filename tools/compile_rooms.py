@@ -82,6 +82,13 @@ def lacking() -> str | None:
     return None
 
 
+def unusable() -> str | None:
+    """Whether a process that imports them all fails; its last words."""
+    program = f"import importlib\nfor room in {ROOMS!r}: importlib.import_module(room)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    return None if done.returncode == 0 else (done.stderr.splitlines() or [f"it ended with {done.returncode}"])[-1]
+
+
 def main() -> int:
     if sys.argv[1:2] == ["--build"]:
         build(sys.argv[2:])
@@ -98,6 +105,10 @@ def main() -> int:
         print("\n".join((done.stdout + done.stderr).splitlines()[-15:]), file=sys.stderr)
         return 1
     kept(source)
+    if (why := unusable()) is not None:
+        shutil.rmtree(FOLDER)
+        print(f"nothing was compiled, for what came of it cannot be imported: {why}", file=sys.stderr)
+        return 1
     print(f"{len(ROOMS)} rooms are native code now; KVHERD_COMPILED=0 leaves them to the interpreter")
     return 0
 

@@ -49,5 +49,6 @@ def _kvherd(
 
 def _print_version(*, asked: bool) -> None:
     if asked:
-        print(f"kvherd {version('kvherd')}")
+        rooms = compiled.count()
+        print(f"kvherd {version('kvherd')}, {f'{rooms} rooms' if rooms else 'nothing'} compiled")
         raise typer.Exit
