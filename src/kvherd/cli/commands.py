@@ -11,6 +11,8 @@ from typing import Annotated
 
 import typer
 
+from kvherd import compiled
+
 COMMANDS = ("up", "engine", "gateway", "bridge", "workers", "flush", "drain", "profile", "audit", "doctor")
 
 

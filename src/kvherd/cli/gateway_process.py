@@ -8,6 +8,7 @@ from functools import partial
 
 import uvloop
 
+from kvherd import compiled
 from kvherd.adapters.access_file import AccessFile
 from kvherd.cli import gateway_parts
 from kvherd.cli.gateway_options import GatewayOptions, decode, path_of
@@ -59,6 +60,7 @@ def serve(encoded: bytes) -> None:
 async def _run(gateway: Gateway, access: AccessFile | None, scheme: str) -> None:
     """Serve until cancelled."""
     async with access or nullcontext(), gateway:
+        log.info("native code: %d rooms", compiled.count())
         log.info("serving at %s://%s:%d, orders over gRPC on %d", scheme, gateway.host, gateway.port, gateway.grpc_port)
         await asyncio.Event().wait()
 
