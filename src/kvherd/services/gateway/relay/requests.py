@@ -22,9 +22,7 @@ from kvherd.services.gateway.relay.identity import forwarded, identified_anew, i
 from kvherd.wire.http_heads import Block, KnownHead, KnownHeaders
 
 
-class Stage(Enum):
-    """Where in a message the bytes so far end."""
-
+class Stage(Enum):  # where in a message the bytes so far end
     IDLE = "between requests"
     HEAD = "headers"
     BODY = "body"
@@ -59,8 +57,8 @@ _OF_THE_CONNECTION: Final = frozenset(
 )
 _DISGUISED: Final = frozenset({b"content_length", b"transfer_encoding"})
 """Some servers read an underscore as a hyphen; what could frame a body there is not sent on."""
-_KEPT: Final = frozenset({b"host", b"content-length", b"authorization", b"x-request-id", b"traceparent"})
-_NOTABLE: Final = _OF_THE_CONNECTION | _DISGUISED | _KEPT
+_KEPT = (b"host", b"content-length", b"authorization", b"x-request-id", b"traceparent")
+_NOTABLE: Final = _OF_THE_CONNECTION | _DISGUISED | {*_KEPT}
 _USUAL_TOKENS: Final = frozenset({b"keep-alive", b"close", b"upgrade"})
 _REQUEST_ID: Final = re.compile(rb"[!#$%&'()*+,\-./0-9:;<=>?@A-Z\[\]^_`a-z{|}~]{1,128}")  # no space, quote or backslash
 _HOST: Final = re.compile(rb"[A-Za-z0-9._~!$&'()*+,;=%\-\[\]:]*")
