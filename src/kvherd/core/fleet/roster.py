@@ -134,8 +134,9 @@ class Member:
         """
         for each in classes:
             agreement = self.tokenization.get(each, UNASKED).agreement
-            unproved = each in MUST_AGREE and agreement is not Agreement.AGREES and not self.given_tokens
-            if agreement is Agreement.DIFFERS or unproved:
+            if agreement is Agreement.AGREES:
+                continue
+            if agreement is Agreement.DIFFERS or (each in MUST_AGREE and not self.given_tokens):
                 return False
         return True
 

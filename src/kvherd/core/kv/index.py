@@ -85,16 +85,21 @@ class PrefixIndex:
         found: dict[Holder, int] = {}
         masks, holders = self._masks, self._holders
         alive = masks.get(chain[0], 0) if chain else 0
+        if not alive:
+            return found
         for depth, name in enumerate(chain):
-            if not alive:
-                return found
-            still = alive & masks.get(name, 0)
+            mask = masks.get(name, 0)
+            if mask == alive:  # nobody has ended here, and nobody can begin
+                continue
+            still = alive & mask
             gone = alive ^ still
             while gone:
                 bit = gone & -gone
                 found[holders[bit]] = depth
                 gone ^= bit
             alive = still
+            if not alive:
+                return found
         found.update(dict.fromkeys(self._of(alive), len(chain)))
         return found
 
@@ -131,7 +136,7 @@ class PrefixIndex:
 
     def bigrams(self, worker: WorkerId) -> bool:
         """Whether the blocks of `worker` are of pairs of tokens: its prompts' chains are made with `bigram_keys`."""
-        return any(holding.bigrams for holding in self._holdings.get(worker, {}).values())
+        return True in [holding.bigrams for holding in self._holdings.get(worker, {}).values()]
 
     def beyond_device(self, worker: WorkerId) -> bool:
         """Whether `worker` holds anything in another tier, where an engine may find what it has no credit for."""

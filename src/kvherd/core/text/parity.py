@@ -16,6 +16,8 @@ from kvherd.core.text.calls import ChatCall, CompletionCall
 class PromptClass(StrEnum):
     """What engines may render in a way of their own; a prompt may be of several classes."""
 
+    __hash__ = str.__hash__  # an enum's own is a call of Python for every look-up
+
     TEXT = "text"  # a completion's text
     CHAT = "chat"  # messages, however few
     TURNS = "turns"  # a system message, or several turns

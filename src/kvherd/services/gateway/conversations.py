@@ -13,7 +13,6 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import accumulate
 from typing import Any, Final, NamedTuple, TypeAlias
 
 import msgspec
@@ -135,9 +134,10 @@ class Conversations:
 
     def _longest(self, name: tuple[int, int], raw: list[bytes]) -> Beginning:
         """The longest known beginning that leaves a message to be read; one of nothing if there is none."""
-        sizes = list(accumulate(map(len, raw)))
+        size = sum(map(len, raw))
         for count in range(len(raw) - 1, 0, -1):
-            key = (*name, count, sizes[count - 1], raw[count - 1][-_TAIL:])
+            size -= len(raw[count])
+            key = (*name, count, size, raw[count - 1][-_TAIL:])
             known = self._known.get(key)
             if known is not None and known.messages == raw[:count]:
                 self._known.move_to_end(key)

@@ -1,8 +1,7 @@
 """How many tokens of a prompt each worker is credited with, and from what that is known."""
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from kvherd.core.fleet.roster import Member
 from kvherd.core.ids import PrefixHash, Rank, RequestId, WorkerId
@@ -18,10 +17,11 @@ USUAL_BLOCK = 16
 
 _Alike: TypeAlias = tuple[str, str | None, int, bool]
 """Model, adapter, block size and whether its blocks are of pairs: what a chain depends on beside the prompt."""
+_Found: TypeAlias = dict[_Alike, dict[WorkerId, dict[Rank, int]]]
+"""Leading blocks of a chain at each rank of each worker that has any."""
 
 
-@dataclass(frozen=True, slots=True)
-class Match:
+class Match(NamedTuple):
     """`exact` False: at least so many tokens are held there, and there may be more. `whole`: all of the prompt that can
     be cached is.
     """
@@ -53,12 +53,19 @@ class Credit:
 
     def matches(self, prompt: Prompt, members: Iterable[Member]) -> dict[Place, Match]:
         """For every target of each member."""
-        found: dict[_Alike, dict[Holder, int]] = {}
-        return {
-            (member.worker, rank): self._match(prompt, member, rank, found)
-            for member in members
-            for rank in member.targets
-        }
+        found: _Found = {}
+        matches: dict[Place, Match] = {}
+        for member in members:
+            kv = self._known(prompt, member)
+            for rank in member.targets:
+                if kv is KvKnowledge.KNOWN:
+                    match = self._match(prompt, member, rank, found)
+                elif kv is KvKnowledge.UNTOLD:
+                    match = self._estimate(prompt, member, rank)
+                else:
+                    match = Match(0, kv)
+                matches[member.worker, rank] = match
+        return matches
 
     def sent(self, request: RequestId, prompt: Prompt, member: Member, rank: Rank | None = None) -> None:
         """The request is on its way to that worker, and to this rank of it if one was named."""
@@ -75,31 +82,28 @@ class Credit:
         """Its cache was flushed, or it is another process now."""
         self._memory.forget(worker)
 
-    def _match(
-        self, prompt: Prompt, member: Member, rank: Rank | None, found: dict[_Alike, dict[Holder, int]]
-    ) -> Match:
-        kv = self._known(prompt, member)
-        if kv is KvKnowledge.QUARANTINED:
-            return Match(0, kv)
-        if kv is KvKnowledge.UNTOLD:
-            chain = self._estimated_chain(prompt, member)
-            blocks = self._memory.match((member.worker, rank), chain)
-            return Match(blocks * self._estimated_block_tokens(prompt, member), kv)
-        chain = self._chain(prompt, member)
-        paired = self._index.bigrams(member.worker)
+    def _estimate(self, prompt: Prompt, member: Member, rank: Rank | None) -> Match:
+        blocks = self._memory.match((member.worker, rank), self._estimated_chain(prompt, member))
+        return Match(blocks * self._estimated_block_tokens(prompt, member))
+
+    def _match(self, prompt: Prompt, member: Member, rank: Rank | None, found: _Found) -> Match:
+        worker, size = member.worker, member.index_block_size
+        paired = self._index.bigrams(worker)
         # these share the prompt's chain, and one look-up
-        alike = (_namespace(member), _adapter(prompt, member), member.index_block_size, paired)
-        if alike not in found:
-            found[alike] = self._index.match(chain)
-        by_rank = _held(found[alike], member, rank)
-        held = self._coming.extend((member.worker, rank), chain, min(by_rank))
+        alike = model, lora, _, _ = _namespace(member), _adapter(prompt, member), size, paired
+        chain = prompt.chain(self._index.hasher, model, size, lora=lora, bigrams=paired)
+        holders = found.get(alike)
+        if holders is None:
+            holders = found[alike] = _by_worker(self._index.match(chain))
+        least, most = _held(holders.get(worker), member, rank)
+        held = self._coming.extend((worker, rank), chain, least)
         # The last token is always computed: its logits are the answer's first. It makes no pair either.
-        most = (prompt.tokens - 1 - paired) // member.index_block_size if member.index_block_size else 0
+        cacheable = (prompt.tokens - 1 - paired) // size if size else 0
         return Match(
-            max(0, min(held, most)) * member.index_block_size,
-            kv,
-            exact=len(set(by_rank)) == 1 and not self._incomplete(member.worker),
-            whole=held >= most,
+            max(0, min(held, cacheable)) * size,
+            KvKnowledge.KNOWN,
+            least == most and not self._incomplete(worker),
+            held >= cacheable,
         )
 
     def _known(self, prompt: Prompt, member: Member) -> KvKnowledge:
@@ -124,12 +128,24 @@ class Credit:
         return member.index_block_size or USUAL_BLOCK
 
 
-def _held(found: dict[Holder, int], member: Member, rank: Rank | None) -> list[int]:
-    """Leading blocks that the rank holds; without one, that each does: which is used is the worker's choice then."""
+def _by_worker(found: dict[Holder, int]) -> dict[WorkerId, dict[Rank, int]]:
+    workers: dict[WorkerId, dict[Rank, int]] = {}
+    for (worker, rank), blocks in found.items():
+        workers.setdefault(worker, {})[rank] = blocks
+    return workers
+
+
+def _held(ranks: dict[Rank, int] | None, member: Member, rank: Rank | None) -> tuple[int, int]:
+    """Leading blocks that the rank holds; without one, the fewest and the most that any does: which is used is the
+    worker's choice then.
+    """
+    if not ranks:
+        return 0, 0
     if rank is not None:
-        return [found.get(Holder(member.worker, rank), 0)]
-    counts = [blocks for holder, blocks in found.items() if holder.worker == member.worker]
-    return counts + [0] * (max(1, member.ranks) - len(counts))
+        blocks = ranks.get(rank, 0)
+        return blocks, blocks
+    counts = ranks.values()
+    return min(counts) if len(ranks) >= member.ranks else 0, max(counts)
 
 
 def _namespace(member: Member) -> str:
