@@ -65,6 +65,7 @@ TABLE: dict[type[errors.KvherdError], Status] = {
     errors.GatewayFull: Status(503, "UNAVAILABLE", "server_error", "gateway_full"),
     refusals.DeadlinePassed: Status(504, "DEADLINE_EXCEEDED", "invalid_request_error", "deadline_passed"),
     refusals.GatewayBusy: Status(429, "RESOURCE_EXHAUSTED", "rate_limit_error", "gateway_busy"),
+    refusals.BodiesFull: Status(503, "RESOURCE_EXHAUSTED", "server_error", "bodies_full"),
     refusals.WaitedInVain: Status(503, "UNAVAILABLE", "server_error", "waited_in_vain"),
     refusals.NameUnknown: Status(404, "NOT_FOUND", "invalid_request_error", "not_found"),
     refusals.KeeperSilent: Status(503, "UNAVAILABLE", "server_error", "keeper_silent"),

@@ -27,6 +27,17 @@ class GatewayBusy(FleetError):
 
 
 @dataclass(eq=False)
+class BodiesFull(FleetError):
+    """All bodies together, those that are being read and those of requests under way, take as much memory as may be."""
+
+    limit_bytes: int
+    retry_after_s: int = 5
+
+    def __str__(self) -> str:
+        return f"the bodies that are held here take {self.limit_bytes >> 20} MiB already, the limit; try again later"
+
+
+@dataclass(eq=False)
 class WaitedInVain(FleetError):
     after_s: float
     retry_after_s: int = 1

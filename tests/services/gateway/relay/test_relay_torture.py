@@ -15,7 +15,8 @@ from kvherd.adapters.http_worker import HttpWorker
 from kvherd.core.ids import WorkerId
 from kvherd.ports.worker import Call, Flight, Landed, Responder
 from kvherd.services.gateway.relay.edge import DataRequest, Message, RelayLimits
-from kvherd.services.gateway.relay.requests import Incoming, Refusal, RequestParser
+from kvherd.services.gateway.relay.incoming import Incoming, Refusal
+from kvherd.services.gateway.relay.requests import RequestParser
 from kvherd.services.gateway.relay.server import RelayServer
 from kvherd.testing.raw_http import SSE_HEAD, RawClient, RawRequest, RawServer, Script, chunk, json_answer, until
 

@@ -4,7 +4,8 @@ import pytest
 
 from kvherd.core.errors import BodyTooLarge, FrameInvalid, HeadTooLarge, KvherdError, Unsupported
 from kvherd.services.gateway.relay.edge import DataRequest, RelayLimits, is_data
-from kvherd.services.gateway.relay.requests import Incoming, Refusal, RequestParser, Stage
+from kvherd.services.gateway.relay.incoming import Incoming, Refusal, Stage
+from kvherd.services.gateway.relay.requests import RequestParser
 
 GET = b"GET /health?x=1 HTTP/1.1\r\nHost: here\r\nX-Request-Id: r1\r\nTraceparent: t1\r\n\r\n"
 POST = (

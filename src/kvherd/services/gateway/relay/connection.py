@@ -17,9 +17,11 @@ from kvherd.core.errors import CallerTooSlow, GatewayFull, GatewayStopping, Kvhe
 from kvherd.core.ids import RequestId
 from kvherd.ports.worker import Flight
 from kvherd.services.gateway.relay.asgi import answer_with_app
-from kvherd.services.gateway.relay.departure import HalfClosed
+from kvherd.services.gateway.relay.departure import HalfClosed, let_go
 from kvherd.services.gateway.relay.edge import AsgiApp, DataHandler, DataRequest, Launch, RelayLimits
-from kvherd.services.gateway.relay.requests import Incoming, Refusal, RequestParser, Stage
+from kvherd.services.gateway.relay.identity import address_of
+from kvherd.services.gateway.relay.incoming import Incoming, Refusal, Stage
+from kvherd.services.gateway.relay.requests import RequestParser
 from kvherd.services.gateway.relay.responder import ConnectionResponder
 
 _log: Final = logging.getLogger(__name__)
@@ -102,8 +104,8 @@ class Connection:
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast("asyncio.Transport", transport)  # uvloop's is none by class
         premises = self._premises
-        self._peer = _address(self.transport, "peername")
-        self._server = _address(self.transport, "sockname")
+        self._peer = address_of(self.transport, "peername")
+        self._server = address_of(self.transport, "sockname")
         self._parser = RequestParser(premises.limits, self._peer, secured=self._secured)
         self.transport.set_write_buffer_limits(high=premises.limits.write_buffer_bytes)
         if len(premises.connections) >= premises.limits.connections:
@@ -174,6 +176,15 @@ class Connection:
         elif not self._busy and not self._parser.ready:
             self._check_reading(now_s, limits)
 
+    @property
+    def held_bytes(self) -> tuple[int, int]:
+        given_bytes = self._responder.request_bytes if self._responder is not None else 0
+        return self._parser.reading_bytes, self._parser.ready_bytes + given_bytes
+
+    def refuse(self, error: KvherdError) -> None:
+        self._parser.refuse(error)
+        self._proceed()
+
     def stop(self) -> None:
         """Take no further request; end now if there is none under way."""
         if self._responder is not None and not self._responder.started:
@@ -198,7 +209,7 @@ class Connection:
         """Wait until the client has taken enough of what was written; returns at once if it has, or has left."""
         while self._stalled_since_s is not None and not self._lost:
             waiter = self._premises.loop.create_future()
-            self._drainers.append(partial(_let_go, waiter))
+            self._drainers.append(partial(let_go, waiter))
             await waiter
 
     def when_drained(self, then: Callable[[], None]) -> None:
@@ -386,13 +397,3 @@ class Connection:
         """Close once what was written has gone out, or by force after a while."""
         self._ends_at_s = self._premises.now_s + self._premises.limits.stalled_write_s
         self.transport.close()
-
-
-def _let_go(waiter: "asyncio.Future[None]") -> None:
-    if not waiter.done():
-        waiter.set_result(None)
-
-
-def _address(transport: asyncio.Transport, which: str) -> str:
-    address = transport.get_extra_info(which)
-    return f"{address[0]}:{address[1]}" if isinstance(address, tuple) else "unix:0"

@@ -53,3 +53,8 @@ def _reset(transport: asyncio.Transport) -> bool:
     poll = select.poll()
     poll.register(connection.fileno(), 0)
     return any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))
+
+
+def let_go(waiter: "asyncio.Future[None]") -> None:
+    if not waiter.done():
+        waiter.set_result(None)

@@ -71,11 +71,12 @@ def is_data(method: str, path: str) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RelayLimits:
-    """Bounds of one gateway's HTTP side. Times are kept to a tick's precision."""
+    """Bounds of one gateway's HTTP side. Times are kept to a tick's precision, and so is what all bodies take."""
 
     head_bytes: int = 32 * 1024
     headers: int = 200
     body_bytes: int = 32 * 1024 * 1024
+    bodies_bytes: int = 512 * 1024 * 1024
     write_buffer_bytes: int = 64 * 1024
     connections: int = 8192
     idle_s: float = 75.0

@@ -1,5 +1,6 @@
 """What a request is given on its way: a name, a trace, and who it was that asked."""
 
+import asyncio
 import itertools
 import random
 from typing import Final
@@ -48,3 +49,9 @@ def forwarded(peer: str, *, secured: bool = False) -> tuple[tuple[bytes, bytes],
         return ((b"forwarded", b"for=unknown" + how),)
     node = b'"[%b]"' % host if b":" in host else host
     return ((b"forwarded", b"for=" + node + how), (b"x-forwarded-for", host))
+
+
+def address_of(transport: asyncio.Transport, which: str) -> str:
+    """HOST:PORT of one end: `peername` or `sockname`."""
+    address = transport.get_extra_info(which)
+    return f"{address[0]}:{address[1]}" if isinstance(address, tuple) else "unix:0"

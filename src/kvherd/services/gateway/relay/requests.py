@@ -8,8 +8,6 @@ nothing more is read: a parser that lost its place must not guess where the next
 
 import re
 from collections import deque
-from dataclasses import dataclass
-from enum import Enum
 from typing import Final, NamedTuple
 
 import httptools
@@ -19,32 +17,10 @@ from kvherd.core.ids import RequestId
 from kvherd.services.gateway.relay.edge import DataRequest, RelayLimits, is_data
 from kvherd.services.gateway.relay.first_line import METHODS, path_of, rare_method
 from kvherd.services.gateway.relay.identity import forwarded, identified_anew, identify
+from kvherd.services.gateway.relay.incoming import Incoming, Refusal, Stage
 from kvherd.wire.http_heads import Block, KnownHead, KnownHeaders
 
-
-class Stage(Enum):  # where in a message the bytes so far end
-    IDLE = "between requests"
-    HEAD = "headers"
-    BODY = "body"
-
-
 _IDLE, _HEAD, _BODY = Stage.IDLE, Stage.HEAD, Stage.BODY
-
-
-class Incoming(NamedTuple):
-    """A request and what its connection must know to answer it."""
-
-    request: DataRequest
-    keep_alive: bool
-    http10: bool
-    is_data: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Refusal:
-    """No request but an error to answer in its place; the connection ends after it."""
-
-    error: KvherdError
 
 
 class _Refused(Exception):
@@ -124,6 +100,16 @@ class RequestParser:
         self.on_message_begin()
         self.stage = _IDLE
 
+    @property
+    def reading_bytes(self) -> int:
+        """Of the body that is not complete yet."""
+        return self._body_bytes if self.stage is _BODY else 0
+
+    @property
+    def ready_bytes(self) -> int:
+        """Of the bodies that nobody has taken yet."""
+        return sum(len(item.request.body) for item in self.ready if isinstance(item, Incoming))
+
     def feed(self, data: bytes) -> None:
         if self.ended:
             return
@@ -194,6 +180,7 @@ class RequestParser:
             self.ended = True
             self.stage = _IDLE
             self.wants_continue = False
+            self._body.clear()
             self.ready.append(Refusal(error))
 
     def finish(self) -> None:
@@ -251,10 +238,9 @@ class RequestParser:
 
     def on_body(self, body: bytes) -> None:
         self._body.append(body)
-        if self._chunked:
-            self._body_bytes += len(body)
-            if self._body_bytes > self._limits.body_bytes:
-                raise _Refused(BodyTooLarge(self._limits.body_bytes))
+        self._body_bytes += len(body)
+        if self._chunked and self._body_bytes > self._limits.body_bytes:
+            raise _Refused(BodyTooLarge(self._limits.body_bytes))
 
     def on_message_complete(self) -> None:
         if self._body_follows_upgrade:

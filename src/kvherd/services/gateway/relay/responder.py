@@ -11,7 +11,7 @@ import msgspec
 
 from kvherd.core.errors import WorkerFailed
 from kvherd.core.ids import RequestId, WorkerId
-from kvherd.services.gateway.relay.requests import Incoming
+from kvherd.services.gateway.relay.incoming import Incoming
 from kvherd.wire.http_chunks import content
 from kvherd.wire.http_heads import Block, KnownHeaders
 from kvherd.wire.openai.errors import error_body, error_object
@@ -101,6 +101,11 @@ class ConnectionResponder:
     @property
     def request(self) -> RequestId:
         return self._incoming.request.request
+
+    @property
+    def request_bytes(self) -> int:
+        """Of the request's body."""
+        return len(self._incoming.request.body)
 
     @property
     def ended(self) -> bool:

@@ -14,6 +14,7 @@ from kvherd.core.errors import OptionInvalid, PortInUse
 from kvherd.services.gateway.relay.connection import Connection, Premises
 from kvherd.services.gateway.relay.edge import AsgiApp, DataHandler, Launch, RelayLimits
 from kvherd.services.gateway.relay.handshake import Handshakes
+from kvherd.services.gateway.relay.memory import make_room
 
 _BACKLOG = 2048
 _FAREWELL_S = 1.0
@@ -163,6 +164,7 @@ class RelayServer:
             premises.now_s = premises.loop.time()
             for connection in list(premises.connections):
                 connection.check(premises.now_s)
+            make_room(premises.connections, self._limits.bodies_bytes)
 
     def _bind(self) -> socket.socket:
         try:

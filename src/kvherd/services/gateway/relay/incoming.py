@@ -1,0 +1,32 @@
+"""What comes out of a client's bytes: requests, and refusals in their place."""
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import NamedTuple
+
+from kvherd.core.errors import KvherdError
+from kvherd.services.gateway.relay.edge import DataRequest
+
+
+class Stage(Enum):
+    """Where in a message the bytes so far end."""
+
+    IDLE = "between requests"
+    HEAD = "headers"
+    BODY = "body"
+
+
+class Incoming(NamedTuple):
+    """A request and what its connection must know to answer it."""
+
+    request: DataRequest
+    keep_alive: bool
+    http10: bool
+    is_data: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """No request but an error to answer in its place; the connection ends after it."""
+
+    error: KvherdError
