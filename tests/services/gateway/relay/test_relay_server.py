@@ -488,13 +488,15 @@ async def test_leaving_lets_answers_finish_and_takes_no_more() -> None:
             await leaving
 
 
-async def test_leaving_cuts_what_does_not_finish_with_a_word() -> None:
+@pytest.mark.parametrize("hurried", [False, True])
+async def test_leaving_cuts_what_does_not_finish_with_a_word(*, hurried: bool) -> None:
+    """`hurried`: it is not the bound that ends the patience, but whoever stops the gateway for the second time."""
     begun, waiting = Held(begin=True), Held()
 
     async def either(request: DataRequest, responder: Responder) -> None:
         await (begun if request.body == b"begun" else waiting)(request, responder)
 
-    relay = RelayServer(either, app, limits=RelayLimits(drain_s=0.1))
+    relay = RelayServer(either, app, limits=RelayLimits(drain_s=600.0 if hurried else 0.1))
     async with asyncio.TaskGroup() as group:
         await relay.__aenter__()
         async with RawClient(relay.port) as first, RawClient(relay.port) as second:
@@ -502,12 +504,16 @@ async def test_leaving_cuts_what_does_not_finish_with_a_word() -> None:
             second.send(post())
             await until(lambda: begun.running + waiting.running == 2, "both run")
             leaving = group.create_task(relay.__aexit__(None, None, None))
+            if hurried:
+                await asyncio.sleep(0.05)
+                leaving.cancel()
             answer = await first.answer()
             assert answer.whole
             assert b'"code":"gateway_stopping"' in answer.body
             answer = await second.answer()
             assert (answer.status, code(answer)) == (503, "gateway_stopping")
-            await leaving
+            await asyncio.wait([leaving])
+            assert leaving.cancelled() is hurried
     assert (begun.cancelled, waiting.cancelled) == (1, 1)
 
 

@@ -143,11 +143,14 @@ class RelayServer:
         premises.stopping = True
         for connection in list(premises.connections):
             connection.stop()
-        if not premises.connections or await self._deserted_within(self._limits.drain_s):
-            return
-        for connection in list(premises.connections):
-            connection.cut_off()
-        await self._deserted_within(_FAREWELL_S)
+        try:
+            if premises.connections:
+                await self._deserted_within(self._limits.drain_s)
+        finally:  # also where this is cancelled: that must be quick, and yet no client is left without a word
+            if premises.connections:
+                for connection in list(premises.connections):
+                    connection.cut_off()
+                await self._deserted_within(_FAREWELL_S)
 
     async def _deserted_within(self, bound_s: float) -> bool:
         try:
