@@ -29,4 +29,5 @@ EVENTS_END: Final = b"\n\n\r\n"
 
 def content(chunk: bytes) -> bytes:
     """What a whole chunk holds."""
-    return chunk[chunk.index(b"\n") + 1 : -2]
+    begin = chunk.index(b"\n") + 1
+    return chunk[begin:-2]

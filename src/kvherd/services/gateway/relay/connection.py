@@ -21,11 +21,11 @@ from kvherd.services.gateway.relay.departure import HalfClosed, let_go
 from kvherd.services.gateway.relay.edge import AsgiApp, DataHandler, DataRequest, Launch, RelayLimits
 from kvherd.services.gateway.relay.identity import address_of
 from kvherd.services.gateway.relay.incoming import Incoming, Refusal, Stage
+from kvherd.services.gateway.relay.outbox import Outbox
 from kvherd.services.gateway.relay.requests import RequestParser
-from kvherd.services.gateway.relay.responder import ConnectionResponder
+from kvherd.services.gateway.relay.responder import CONTINUE, ConnectionResponder
 
 _log: Final = logging.getLogger(__name__)
-_CONTINUE: Final = b"HTTP/1.1 100 Continue\r\n\r\n"
 _IDLE, _HEAD, _BODY = Stage.IDLE, Stage.HEAD, Stage.BODY
 
 
@@ -45,6 +45,7 @@ class Premises:
     limits: RelayLimits
     group: asyncio.TaskGroup
     loop: asyncio.AbstractEventLoop
+    outbox: Outbox
     connections: "set[Connection]" = field(default_factory=set)
     deserted: asyncio.Event = field(default_factory=asyncio.Event)
     now_s: float = 0.0
@@ -254,7 +255,7 @@ class Connection:
 
     def _begin(self, incoming: Incoming) -> None:
         premises = self._premises
-        self._responder = responder = ConnectionResponder(self, incoming)
+        self._responder = responder = ConnectionResponder(self, incoming, premises.outbox)
         self._busy = True
         if premises.stopping:
             responder.keep_alive = False
@@ -294,8 +295,7 @@ class Connection:
         """The answer has ended; the next request may begin."""
         if not responder.ended:
             self._fail(responder, AnswerUnfinished(f"the answer to {responder.request} has no end"))
-        self._busy = False
-        self._responder = None
+        self._busy, self._responder = False, None
         self._stage_since_s = self._premises.now_s
         if self._parser.wants_continue:
             self._let_client_continue()
@@ -332,7 +332,8 @@ class Connection:
         closing while its bytes arrive would reset the connection and take the answer along.
         """
         nobody = DataRequest("GET", "/", "", [], b"", self._peer, RequestId("unread"))
-        ConnectionResponder(self, Incoming(nobody, keep_alive=False, http10=False, is_data=False)).refuse(error)
+        unread = Incoming(nobody, keep_alive=False, http10=False, is_data=False)
+        ConnectionResponder(self, unread, self._premises.outbox).refuse(error)
         self._ends_at_s = self._premises.now_s + self._premises.limits.linger_s
         if self.transport.can_write_eof():
             self.transport.write_eof()
@@ -348,7 +349,7 @@ class Connection:
     def _let_client_continue(self) -> None:
         if not self._busy and not self._parser.ready:
             self._parser.wants_continue = False
-            self.transport.write(_CONTINUE)
+            self.transport.write(CONTINUE)
 
     def _check_reading(self, now_s: float, limits: RelayLimits) -> None:
         age_s = now_s - self._stage_since_s

@@ -12,6 +12,7 @@ import msgspec
 from kvherd.core.errors import WorkerFailed
 from kvherd.core.ids import RequestId, WorkerId
 from kvherd.services.gateway.relay.incoming import Incoming
+from kvherd.services.gateway.relay.outbox import Outbox
 from kvherd.wire.http_chunks import content
 from kvherd.wire.http_heads import Block, KnownHeaders
 from kvherd.wire.openai.errors import error_body, error_object
@@ -41,7 +42,7 @@ _USUAL_TOKENS: Final = frozenset({b"keep-alive", b"close", b"upgrade"})
 _FRAMING: Final = frozenset({b"content-length", b"content-type", b"transfer-encoding"})
 _BODYLESS: Final = frozenset({204, 304})
 _MOST_PADDING: Final = 8  # some clients read at most so many digits of a chunk's size, and sixteen are enough for all
-_CONTINUE: Final = b"HTTP/1.1 100 Continue\r\n\r\n"
+CONTINUE: Final = b"HTTP/1.1 100 Continue\r\n\r\n"
 _WITHOUT_LENGTH: Final = -1
 
 
@@ -73,9 +74,11 @@ class ConnectionResponder:
     __slots__ = (
         "_chunked",
         "_ended",
+        "_held_chunks",
         "_held_head",
         "_incoming",
         "_left",
+        "_outbox",
         "_outlet",
         "_padding",
         "_silent",
@@ -85,8 +88,9 @@ class ConnectionResponder:
         "started",
     )
 
-    def __init__(self, outlet: Outlet, incoming: Incoming) -> None:
+    def __init__(self, outlet: Outlet, incoming: Incoming, outbox: Outbox) -> None:
         self._outlet = outlet
+        self._outbox = outbox
         self._incoming = incoming
         self.keep_alive = incoming.keep_alive
         self.started = False
@@ -96,7 +100,7 @@ class ConnectionResponder:
         self._sse = False
         self._padding = 0
         self._left = _WITHOUT_LENGTH
-        self._tail = self._held_head = b""
+        self._tail = self._held_head = self._held_chunks = b""
 
     @property
     def request(self) -> RequestId:
@@ -129,8 +133,7 @@ class ConnectionResponder:
             return
         if self._chunked:
             self._tail = data
-            self._padding = 0
-            self._outlet.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+            self._hold(b"%x\r\n%b\r\n" % (len(data), data))
             return
         if self._left != _WITHOUT_LENGTH:
             if len(data) > self._left:  # more than was declared would be read as the next answer
@@ -145,10 +148,23 @@ class ConnectionResponder:
     def write_chunk(self, chunk: bytes) -> None:
         if self._chunked and not self._ended:
             self._tail = b""  # it ends an event
-            self._padding = 0
-            self._outlet.transport.write(chunk)
+            self._hold(chunk)
         else:
             self.write(content(chunk))
+
+    def _hold(self, chunk: bytes) -> None:
+        """Until what came with it has been read."""
+        self._padding = 0
+        if self._held_chunks:
+            self._held_chunks += chunk
+        else:
+            self._held_chunks = chunk
+            self._outbox.add(self)
+
+    def release(self) -> None:
+        held, self._held_chunks = self._held_chunks, b""
+        if held and not self._outlet.transport.is_closing():
+            self._outlet.transport.write(held)
 
     def end(self) -> None:
         if self._ended:
@@ -158,7 +174,8 @@ class ConnectionResponder:
             return
         self._ended = True
         if self._chunked:
-            self._outlet.transport.write(b"0\r\n\r\n")
+            self._outlet.transport.write(self._held_chunks + b"0\r\n\r\n")
+            self._held_chunks = b""
 
     def fail(self, reason: str) -> None:
         self.fail_with(WorkerFailed(WorkerId("the worker"), reason), message=reason)
@@ -270,28 +287,31 @@ class ConnectionResponder:
         """The client is gone: from now on every call does nothing."""
         self._ended = True
         self.keep_alive = False
+        self._held_chunks = b""
 
     def sound(self) -> None:
         """Write what means nothing, to a client of which it is unknown whether it is still there: if it is not, its
         machine answers with a reset. An interim response before the answer, within it a zero before the next chunk's
         size; nothing where neither is possible.
         """
-        if self._ended or self._incoming.http10:
+        if self._ended or self._incoming.http10 or self._held_chunks:
             return
         if not self.started or self._held_head:
-            self._outlet.transport.write(_CONTINUE)
+            self._outlet.transport.write(CONTINUE)
         elif self._chunked and self._padding < _MOST_PADDING:
             self._padding += 1
             self._outlet.transport.write(b"0")
 
     async def drain(self) -> None:
         if not self._ended:
+            self.release()  # or it would not be known yet that the client takes no more
             await self._outlet.drain()
 
     def when_drained(self, then: Callable[[], None]) -> None:
         if self._ended:
             then()
         else:
+            self.release()
             self._outlet.when_drained(then)
 
     def landed(self, outcome: Exception | Coroutine[Any, Any, None] | None) -> None:
@@ -302,6 +322,7 @@ class ConnectionResponder:
         """Close without an end, so that no client takes the part for the whole."""
         self._ended = True
         self.keep_alive = False
+        self.release()
         transport = self._outlet.transport
         if self._held_head:
             transport.write(self._held_head)

@@ -15,6 +15,7 @@ from kvherd.services.gateway.relay.connection import Connection, Premises
 from kvherd.services.gateway.relay.edge import AsgiApp, DataHandler, Launch, RelayLimits
 from kvherd.services.gateway.relay.handshake import Handshakes
 from kvherd.services.gateway.relay.memory import make_room
+from kvherd.services.gateway.relay.outbox import Outbox
 
 _BACKLOG = 2048
 _FAREWELL_S = 1.0
@@ -83,7 +84,9 @@ class RelayServer:
         listener = self._bind()
         self._port = listener.getsockname()[1]
         loop = asyncio.get_running_loop()
-        premises = Premises(self._handler, self._launch, self._app, self._limits, self._group, loop, now_s=loop.time())
+        premises = Premises(
+            self._handler, self._launch, self._app, self._limits, self._group, loop, Outbox(loop), now_s=loop.time()
+        )
         self._premises = premises
         await self._group.__aenter__()
         try:
