@@ -69,7 +69,8 @@ class WordEncoding:
         """None where only the tokenizer itself can tell."""
         begun = self._added.match(text)
         if begun is not None:
-            ids, text = [self._ids[begun[0]]], text[begun.end() :]
+            ids, end = [self._ids[begun[0]]], begun.end()
+            text = text[end:]
         else:
             ids = []
         if self._added.search(text):
