@@ -11,10 +11,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from _gateways import KVHERD, NGINX, SGLANG_ROUTER, SMG, VLLM_ROUTER
+from _gateways import INTERPRETED, KVHERD, NGINX, SGLANG_ROUTER, SMG, VLLM_ROUTER
 
 DIRECT = "direct"
-ORDER = (DIRECT, KVHERD, NGINX, SMG, VLLM_ROUTER, SGLANG_ROUTER)
+ORDER = (DIRECT, KVHERD, INTERPRETED, NGINX, SMG, VLLM_ROUTER, SGLANG_ROUTER)
 SATURATED = 0.9
 
 

@@ -17,10 +17,13 @@ from pathlib import Path
 
 from _proxies import free_port, nginx_conf, wait_for_port
 
+from kvherd import compiled
+
 START_LIMIT_S = 60.0
 STOP_LIMIT_S = 5.0
 HERE = Path(__file__).parent
-KVHERD, NGINX, SMG, VLLM_ROUTER, SGLANG_ROUTER = "kvherd", "nginx", "SMG", "vllm-router", "sglang-router"
+KVHERD, INTERPRETED = "kvherd", "kvherd, interpreted"
+NGINX, SMG, VLLM_ROUTER, SGLANG_ROUTER = "nginx", "SMG", "vllm-router", "sglang-router"
 
 
 class Absent(Exception):
@@ -189,6 +192,10 @@ def kvherd_command(fleet: Fleet, port: int, _folder: Path) -> list[str]:
     return command
 
 
+def interpreted_command(fleet: Fleet, port: int, folder: Path) -> list[str]:
+    return ["env", f"{compiled.SWITCH}=0", *kvherd_command(fleet, port, folder)]
+
+
 def nginx_command(fleet: Fleet, port: int, folder: Path) -> list[str]:
     path = program("nginx", "KVHERD_NGINX", "nginx", "/usr/sbin/nginx")
     conf = folder / "nginx.conf"
@@ -232,6 +239,12 @@ def kvherd_version() -> str:
     return version("kvherd")
 
 
+def interpreted_version() -> str:
+    if not compiled.count():
+        raise Absent("kvherd is interpreted as it is (`make compile`)")
+    return kvherd_version()
+
+
 def nginx_version() -> str:
     path = program("nginx", "KVHERD_NGINX", "nginx", "/usr/sbin/nginx")
     said = subprocess.run([path, "-v"], capture_output=True, text=True, check=False).stderr
@@ -240,6 +253,7 @@ def nginx_version() -> str:
 
 ALL = (
     Contender(KVHERD, kvherd_command, kvherd_version, ready="/ready"),
+    Contender(INTERPRETED, interpreted_command, interpreted_version, ready="/ready"),
     Contender(NGINX, nginx_command, nginx_version),
     Contender(SMG, smg_command, lambda: package_version(smg_path(), "smg"), ready="/v1/models"),
     Contender(
