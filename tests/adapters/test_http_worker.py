@@ -763,3 +763,16 @@ async def test_an_answer_too_large_to_keep_fails_though_it_came_in_one_piece(mon
             await worker.metrics()
         with pytest.raises(WorkerFailed, match="larger than 100 bytes"):
             await worker.metrics()
+
+
+async def test_a_worker_that_takes_a_large_body_slowly_is_no_error(caplog: pytest.LogCaptureFixture) -> None:
+    body = b'{"prompt":"' + b"x" * 20_000_000 + b'"}'
+
+    async def slowly(request: RawRequest, _: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(json_answer(b"%d" % len(request.body)))
+
+    async with RawServer(slowly) as server, worker_at(server.url) as worker:
+        responder = FakeResponder()
+        await worker.forward(call()._replace(body=body), responder)
+    assert responder.body == b"%d" % len(body)
+    assert caplog.records == []

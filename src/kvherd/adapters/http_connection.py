@@ -305,6 +305,12 @@ class UpstreamConnection:
             block = Block(header for header in self._headers if header[0] != b"content-length")
             self._usual = _Usual(head, status, block)
 
+    def pause_writing(self) -> None:
+        """A request is written at once: it is in memory anyway."""
+
+    def resume_writing(self) -> None:
+        pass
+
     def eof_received(self) -> bool:
         return False
 
