@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from dataclasses import dataclass, replace
+from functools import partial
 
 import grpc.aio
 import msgspec
@@ -43,6 +44,8 @@ Ends = tuple[float, float] | None
 _GENERATE = "/sglang.grpc.scheduler.SglangScheduler/Generate"
 _JSON = [(b"content-type", b"application/json")]
 _CLOCKS_DIFFER_S = 0.1
+_MANY_TOKENS = 4096
+"""The text of so many takes a millisecond or more, for which others should not wait."""
 _LONGEST_S = 1e8
 _EVENT_STREAM = [(b"content-type", b"text/event-stream"), (b"cache-control", b"no-cache")]
 
@@ -258,10 +261,11 @@ class GrpcGenerations:
     async def _detokenize(self, call: Call, responder: Responder) -> None:
         token_ids = decode_detokenize(call.body)
         vocab_size = self._traits.vocab_size
-        strange = next((token for token in token_ids if token >= vocab_size > 0), None)
-        if strange is not None:
+        strange = max(token_ids, default=0)
+        if strange >= vocab_size > 0:
             raise FieldInvalid("tokens", f"token {strange} is not in the vocabulary of {vocab_size}")
-        text = self._tokenizer.decode(token_ids, skip_special_tokens=False)
+        decode = partial(self._tokenizer.decode, token_ids, skip_special_tokens=False)
+        text = decode() if len(token_ids) < _MANY_TOKENS else await asyncio.to_thread(decode)
         # vLLM's clients read the one, SGLang's the other
         _send(call, responder, msgspec.json.encode({"prompt": text, "text": text}))
 

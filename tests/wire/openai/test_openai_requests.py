@@ -6,7 +6,9 @@ from typing import Any
 import pytest
 
 from kvherd.core.errors import BodyNotJson, CallerError, FieldInvalid, Unsupported
+from kvherd.wire.openai import fields
 from kvherd.wire.openai.requests import decode_chat, decode_completion
+from kvherd.wire.openai.tokens import decode_detokenize
 
 USER = {"role": "user", "content": "hi"}
 
@@ -266,3 +268,27 @@ def test_a_final_message_is_gone_on_with_only_without_the_beginning_of_a_new_one
     assert (call.continue_final_message, call.add_generation_prompt) == (True, False)
     with pytest.raises(FieldInvalid, match="continue_final_message: needs add_generation_prompt to be false"):
         decode_chat(json.dumps(fields).encode())
+
+
+@pytest.mark.parametrize("wrong", ["true", "-1", str(2**31), "1.5", '"5"', "null", "[1]"])
+def test_a_token_that_is_none_is_named_by_its_place(wrong: str) -> None:
+    with pytest.raises(FieldInvalid) as refused:
+        decode_completion(b'{"model":"m","prompt":[5,6,%b,7]}' % wrong.encode())
+    assert refused.value.field == "prompt[2]"
+    with pytest.raises(FieldInvalid) as refused:
+        decode_completion(b'{"model":"m","prompt":["a",[5,%b]]}' % wrong.encode())
+    assert refused.value.field == "prompt[1][1]"
+
+
+def test_tokens_are_not_looked_at_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Millions of them fit in a body, and while they are read nobody else is served."""
+
+    def one_by_one(_path: str, _value: object) -> int:
+        raise AssertionError("a step for each token")
+
+    monkeypatch.setattr(fields, "token_item", one_by_one)
+    many = list(range(100_000))
+    whole = decode_completion(json.dumps({"model": "m", "prompt": many}).encode())
+    listed = decode_completion(json.dumps({"model": "m", "prompt": [many, many]}).encode())
+    assert (whole.prompts, listed.prompts) == ((tuple(many),), (tuple(many),) * 2)
+    assert decode_detokenize(json.dumps({"model": "m", "tokens": many}).encode()) == many

@@ -82,14 +82,20 @@ class Fields:
 
     def sequence(self, name: str, item: Callable[[str, object], T], *, most: int) -> tuple[T, ...]:
         """Each item read by `item(path, value)`."""
+        return tuple(item(f"{self.at(name)}[{index}]", each) for index, each in enumerate(self._list(name, most)))
+
+    def tokens(self, name: str, *, most: int) -> tuple[int, ...]:
+        return token_items(self.at(name), self._list(name, most))
+
+    def _list(self, name: str, most: int) -> list[Any]:
         value = self.get(name)
         if value is None:
-            return ()
+            return []
         if not isinstance(value, list):
             raise self.invalid(name, f"must be a list, not {json_name(value)}")
         if len(value) > most:
             raise self.invalid(name, f"must have at most {most} entries, not {len(value)}")
-        return tuple(item(f"{self.at(name)}[{index}]", each) for index, each in enumerate(value))
+        return value
 
 
 def text_item(path: str, value: object) -> str:
@@ -102,6 +108,13 @@ def token_item(path: str, value: object) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**31:
         raise FieldInvalid(path, "must be a token id: a whole number, 0 or more")
     return value
+
+
+def token_items(path: str, values: list[Any]) -> tuple[int, ...]:
+    """All of them in a few steps: there may be millions, and everybody waits for them."""
+    if values and set(map(type, values)) == {int} and min(values) >= 0 and max(values) < 2**31:
+        return tuple(values)
+    return tuple(token_item(f"{path}[{index}]", each) for index, each in enumerate(values))
 
 
 def object_item(path: str, value: object) -> dict[str, Any]:

@@ -7,7 +7,7 @@ engines define but that cannot be honoured here: these are refused by name, neve
 from kvherd.core.errors import FieldInvalid, Unsupported
 from kvherd.core.text.calls import ChatCall, CompletionCall
 from kvherd.wire.openai.body import json_name, parse_object
-from kvherd.wire.openai.fields import Fields, object_item, text_item, token_item
+from kvherd.wire.openai.fields import Fields, object_item, text_item, token_items
 from kvherd.wire.openai.messages import has_parts, read_continuation, read_messages
 from kvherd.wire.openai.options import MOST_TOP_LOGPROBS, read_options
 
@@ -59,13 +59,13 @@ def read_prompts(fields: Fields) -> tuple[str | tuple[int, ...], ...]:
         what = "is missing" if prompt in (None, "", []) else f"must not be {json_name(prompt)}"
         raise fields.invalid("prompt", f"{what}; give a text, a list of texts, token ids, or a list of those")
     if isinstance(prompt[0], int):
-        return (fields.sequence("prompt", token_item, most=_MOST_TOKENS),)
+        return (fields.tokens("prompt", most=_MOST_TOKENS),)
     return fields.sequence("prompt", _prompt, most=MOST_PROMPTS)
 
 
 def _prompt(path: str, value: object) -> str | tuple[int, ...]:
     if isinstance(value, list) and value:
-        return tuple(token_item(f"{path}[{index}]", each) for index, each in enumerate(value))
+        return token_items(path, value)
     if isinstance(value, str):
         return text_item(path, value)
     raise FieldInvalid(path, f"must be a text or a list of token ids, not {json_name(value)}")

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from kvherd.core.errors import FieldInvalid
 from kvherd.core.text.calls import CallOptions, ChatCall
 from kvherd.wire.openai.body import parse_object
-from kvherd.wire.openai.fields import Fields, object_item, token_item
+from kvherd.wire.openai.fields import Fields, object_item
 from kvherd.wire.openai.messages import has_parts, read_continuation, read_messages
 
 _MOST_TOKENS = 2**24
@@ -41,4 +41,4 @@ def decode_detokenize(body: bytes) -> list[int]:
     fields = Fields(parse_object(body))
     if fields.get("tokens") is None:
         raise FieldInvalid("tokens", "is missing; give a list of token ids")
-    return list(fields.sequence("tokens", token_item, most=_MOST_TOKENS))
+    return list(fields.tokens("tokens", most=_MOST_TOKENS))
