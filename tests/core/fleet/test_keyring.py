@@ -2,7 +2,17 @@
 
 import pytest
 
-from kvherd.core.fleet.keyring import DataKey, KeyLimitReached, KeyLimits, Keyring, KeyUnknown, key_digest, same_secret
+from kvherd.core.errors import OptionInvalid
+from kvherd.core.fleet.keyring import (
+    DataKey,
+    KeyLimitReached,
+    KeyLimits,
+    Keyring,
+    KeyUnknown,
+    beside,
+    key_digest,
+    same_secret,
+)
 
 
 def ring(**limits: KeyLimits) -> Keyring:
@@ -78,3 +88,14 @@ def test_a_key_weighs_what_it_was_given_for_as_long_as_it_is_valid() -> None:
     keys.replace(iter([DataKey("bob", key_digest("b"), weight=0.5)]))
     assert [keys.weight(name) for name in ("ann", "bob")] == [1.0, 0.5]
     assert [account.name for account in keys.accounts] == ["bob"]
+
+
+def test_a_key_of_the_file_is_not_taken_for_the_gateway_s_own() -> None:
+    own, other = DataKey("environment", key_digest("secret-one")), DataKey("a", key_digest("secret-two"))
+    assert beside(own, [other]) == [own, other]
+    assert beside(None, [other]) == [other]
+    with pytest.raises(OptionInvalid, match="is how the key of KVHERD_API_KEY is called"):
+        beside(own, [other, DataKey("environment", key_digest("secret-three"))])
+    with pytest.raises(OptionInvalid, match="'b' is the key of KVHERD_API_KEY, too") as refused:
+        beside(own, [DataKey("b", key_digest("secret-one"))])
+    assert "secret" not in str(refused.value)

@@ -148,3 +148,15 @@ async def test_an_empty_file_does_not_open_the_door(path: Path) -> None:
                 await asyncio.sleep(0.05)
         assert "keys: none is left" in told["problem"]
         assert (await client.post("/v1/completions", json=BODY)).status_code == 401
+
+
+async def test_a_key_of_the_file_cannot_take_the_place_of_the_environment_s(path: Path) -> None:
+    async with guarded(FakeWorker(ANN, facts=FACTS), path, data_key="secret-of-env") as client:
+        await asyncio.to_thread(path.write_text, KEYS.replace("team-a", "environment"))
+        async with asyncio.timeout(PATIENCE_S):
+            while not (told := (await client.get("/server_info", headers=OURS)).json()["config"])["problem"]:  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
+        assert "'environment' is how the key of KVHERD_API_KEY is called" in told["problem"]
+        for key in ("secret-of-env", "secret-of-a"):
+            headers = {"authorization": f"Bearer {key}"}
+            assert (await client.post("/v1/completions", json=BODY, headers=headers)).status_code == 200

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from hashlib import sha256
 
-from kvherd.core.errors import CallerError
+from kvherd.core.errors import CallerError, OptionInvalid
 
 
 @dataclass(eq=False)
@@ -136,6 +136,18 @@ class Keyring:
         if found is None:
             raise KeyUnknown(given=bool(authorization))
         return found
+
+
+def beside(own: DataKey | None, keys: list[DataKey]) -> list[DataKey]:
+    """The keys of a file, and the gateway's own before them. Raises `OptionInvalid` for one taken for its own."""
+    if own is None:
+        return keys
+    for key in keys:
+        if key.name == own.name:
+            raise OptionInvalid("keys", f"{key.name!r} is how the key of KVHERD_API_KEY is called; choose another name")
+        if key.digest == own.digest:
+            raise OptionInvalid("keys", f"{key.name!r} is the key of KVHERD_API_KEY, too; give it in one place")
+    return [own, *keys]
 
 
 def key_digest(secret: str) -> bytes:

@@ -11,7 +11,7 @@ from typing import Self
 
 from kvherd.core.errors import OptionInvalid
 from kvherd.core.fleet.host_names import HostNames
-from kvherd.core.fleet.keyring import DataKey, Keyring, key_digest
+from kvherd.core.fleet.keyring import DataKey, Keyring, beside, key_digest
 from kvherd.core.fleet.spec import WorkerSpec
 from kvherd.core.ids import WorkerId
 from kvherd.core.kv.hashing import PrefixHasher
@@ -225,8 +225,8 @@ class Gateway:
     ) -> ConfigFile | None:
         """Take in the workers, names and keys that were written down. Raises `OptionInvalid` or `ConfigInvalid`."""
         config = self._config
-        own = [DataKey("environment", key_digest(config.data_key))] if config.data_key else []
-        keyring.replace(own)
+        own = DataKey("environment", key_digest(config.data_key)) if config.data_key else None
+        keyring.replace(beside(own, []))
         staffing = Staffing(fleet, resolve=self._resolve, names_period_s=config.names_period_s)
         await stack.enter_async_context(staffing)
         staffing.want("command line", await asyncio.to_thread(with_engine_keys, config.workers, config.environment))
@@ -238,11 +238,12 @@ class Gateway:
                 self._prepare([url for spec in told.workers for url in (spec.url, spec.events) if url])
 
         def apply(told: GatewayFile, keys: list[DataKey]) -> None:
-            if not keyring.open and not own and not keys:  # an empty file must not open the door
+            valid = beside(own, keys)
+            if not keyring.open and not valid:  # an empty file must not open the door
                 raise OptionInvalid("keys", "none is left, so that whoever comes would be served; restart to mean that")
             staffing.want("file", told.workers)
             fleet.roster.aliases, fleet.roster.required = told.aliases, told.models
-            keyring.replace([*own, *keys])
+            keyring.replace(valid)
             late.bounds = told.late or config.late
             self._names.replace((*config.host_names, *told.host_names))
 
