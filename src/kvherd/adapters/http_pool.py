@@ -16,7 +16,7 @@ from kvherd.adapters.http_connection import (
 )
 from kvherd.adapters.tls import ClientTls, connected, why_untrusted
 
-_ROUNDS: Final = 8
+_ROUNDS: Final = 4  # each wakes the process up, for each pool
 
 
 class HttpPool:

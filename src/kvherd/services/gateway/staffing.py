@@ -44,6 +44,7 @@ class Staffing:
         self._said: set[str] = set()
         self._group = asyncio.TaskGroup()
         self._news = asyncio.Event()
+        self._some_return = asyncio.Event()
 
     async def __aenter__(self) -> Self:
         await self._group.__aenter__()
@@ -70,9 +71,16 @@ class Staffing:
 
     async def _look(self) -> None:
         while True:
+            await self._some_return.wait()
             await asyncio.sleep(LOOK_S)
-            if self._returning:
-                self._settle_safely()
+            self._settle_safely()
+            if not self._returning:
+                self._some_return.clear()
+
+    def _have_return(self, worker: WorkerId) -> None:
+        """As soon as it has left."""
+        self._returning.add(worker)
+        self._some_return.set()
 
     def _settle_safely(self) -> None:
         try:
@@ -129,13 +137,13 @@ class Staffing:
             self._fleet.add(spec)
             self._returning.discard(worker)
         elif member.leaves_at_s is not None:
-            self._returning.add(worker)  # as soon as it has left
+            self._have_return(worker)
         elif before is None or spec.connects_as(before):
             self._fleet.change(worker, _to(member, spec))
         else:
             log.info("worker %s is to be reached otherwise: it drains and joins again", worker)
             self._fleet.begin_remove(worker)
-            self._returning.add(worker)
+            self._have_return(worker)
         self._placed[worker] = spec
 
     # --- host names -------------------------------------------------------------------------------------------
