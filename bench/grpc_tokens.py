@@ -11,7 +11,10 @@ worker      the gateway's adapter: detokenized with the real model's tokenizer, 
 alone_tls   the same two over TLS, each side with a certificate
 worker_tls
 
-CPU is the process's own, of all its threads, between the first and the last message. Nothing is asserted.
+The text is this project's documentation, each stream at another place of it; as many streams at other places went
+before, so that some 7 % of the tokens are new to the reader. CPU is the process's own, of all its threads, from when
+every stream has begun to the last message. Beside it stands how long after it was said a message was there. Nothing is
+asserted.
 """
 
 import argparse
@@ -22,6 +25,7 @@ import resource
 import statistics
 import subprocess
 import sys
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -45,24 +49,31 @@ from kvherd.testing.certificates import Authority
 from kvherd.testing.sglang_engine import Context, EngineScript, ScriptedSglang, serving
 
 OUT = Path(__file__).resolve().parent / "out" / "grpc_tokens.json"
-TEXT = "The capital of France is Paris, a city of light; its river is the Seine, and its history is long. " * 40
+ROOT = Path(__file__).resolve().parent.parent
+TEXT = "".join(path.read_text() for path in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))])
 STEP_S = 0.025
 STEP_LIMIT_S = 120.0
+_BEGIN = 10  # of a stream's messages: they come while others are still being asked for
 
 
 class Talker(ScriptedSglang):
-    """Says the tokens of a real text, one a message."""
+    """Says the tokens of a real text, one a message; when, is written down in `place`."""
 
-    def __init__(self, token_ids: Sequence[int], script: EngineScript) -> None:
+    def __init__(self, token_ids: Sequence[int], script: EngineScript, place: Path) -> None:
         super().__init__(script)
         self._token_ids = token_ids
+        self._place = place
 
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> AsyncIterator[pb.GenerateResponse]:  # noqa: N802
         wanted, loop = request.sampling_params.max_new_tokens, asyncio.get_running_loop()
-        for made, token_id in enumerate(self._token_ids[:wanted], start=1):
+        begin = int(request.request_id) * wanted % (len(self._token_ids) - wanted)
+        said_s = []
+        for made, token_id in enumerate(self._token_ids[begin : begin + wanted], start=1):
             chunk = pb.GenerateStreamChunk(token_ids=[token_id], prompt_tokens=8, completion_tokens=made)
+            said_s.append(time.monotonic())
             yield pb.GenerateResponse(request_id=request.request_id, chunk=chunk)
             await asyncio.sleep(STEP_S - loop.time() % STEP_S)
+        (self._place / f"{request.request_id}.json").write_text(json.dumps(said_s))
         last = pb.GenerateComplete(finish_reason="length", prompt_tokens=8, completion_tokens=wanted)
         yield pb.GenerateResponse(request_id=request.request_id, complete=last)
 
@@ -70,15 +81,17 @@ class Talker(ScriptedSglang):
 class Sink:
     """Implements `ports.worker.Responder`: a client that takes everything at once."""
 
-    def __init__(self) -> None:
+    def __init__(self, came: Callable[[], None]) -> None:
         self.started = False
         self.events = 0
+        self._came = came
 
     def start(self, status: int, headers: Sequence[tuple[bytes, bytes]]) -> None:
         self.started = True
 
     def write(self, data: bytes) -> None:
         self.events += data.count(b"data: ")
+        self._came()
 
     def write_chunk(self, chunk: bytes) -> None:
         self.write(chunk)
@@ -103,20 +116,55 @@ async def run_engine() -> None:
         files = Authority().issue(Path(place), "both")
         pairs, authority = [(files.key.read_bytes(), files.certificate.read_bytes())], files.authority.read_bytes()
         credentials = grpc.ssl_server_credentials(pairs, authority, require_client_auth=True)
-        talker = Talker(tokenizer.encode(TEXT), script)
+        text = TEXT.encode("ascii", "ignore").decode()
+        shown = [token_id for token_id in tokenizer.encode(text) if tokenizer.decode([token_id])]
+        talker = Talker(shown, script, Path(place))
         async with serving(talker) as plain, serving(talker, credentials=credentials) as secured:
             print(plain, secured, place, flush=True)
             await asyncio.Event().wait()
 
 
-Counted = tuple[int, float]
-"""Messages, and seconds of CPU that they took."""
+class Watch:
+    """When the messages of each stream came, and what they cost once all streams had begun."""
 
+    def __init__(self, streams: int, tokens: int) -> None:
+        self._came_s: list[list[float]] = [[] for _ in range(streams)]
+        self._tokens = tokens
+        self._to_begin = streams
+        self._begun_s = 0.0
 
-async def timed(streams: int, one: Callable[[int], Awaitable[int]]) -> Counted:
-    before_s = cpu_s()
-    messages = sum(await asyncio.gather(*map(one, range(streams))))
-    return messages, cpu_s() - before_s
+    def of(self, number: int) -> Callable[[], None]:
+        """To be called with every message of a stream; those from `streams` on only go before."""
+        came_s = self._came_s[number] if number < len(self._came_s) else [0.0]
+
+        def came() -> None:
+            came_s.append(time.monotonic())
+            if len(came_s) == 1:
+                self._to_begin -= 1
+                if not self._to_begin:
+                    self._begun_s = cpu_s()
+                    self._before = sum(map(len, self._came_s))
+
+        return came
+
+    async def timed(self, one: Callable[[int], Awaitable[int]], place: str) -> dict[str, Any]:
+        streams = len(self._came_s)
+        await one(streams)  # the tokenizer is fetched by then
+        await asyncio.gather(*map(one, range(streams, 2 * streams)))
+        messages = sum(await asyncio.gather(*map(one, range(streams))))
+        used_s = cpu_s() - self._begun_s
+        return {"us": used_s / (messages - self._before) * 1e6, "messages": messages, **self._late(Path(place))}
+
+    def _late(self, place: Path) -> dict[str, float]:
+        late_ms = sorted(
+            (came_s - said_s) * 1000
+            for number, times in enumerate(self._came_s)
+            for came_s, said_s in zip(
+                times[_BEGIN:], json.loads((place / f"{number}.json").read_text())[_BEGIN:], strict=False
+            )
+        )
+        assert len(late_ms) == len(self._came_s) * (self._tokens - _BEGIN)
+        return {f"p{part}_ms": late_ms[len(late_ms) * part // 100] for part in (50, 99)}
 
 
 def showing(place: str) -> ClientTls:
@@ -125,32 +173,36 @@ def showing(place: str) -> ClientTls:
     return ClientTls(files, TlsOptions("certificate", "key", "authorities"))
 
 
-async def alone(target: str, streams: int, tokens: int, tls: ClientTls | None = None) -> Counted:
+async def alone(target: str, place: str, streams: int, tokens: int, tls: ClientTls | None = None) -> dict[str, Any]:
+    watch = Watch(streams, tokens)
     async with secure_channel(target, tls, []) if tls else grpc.aio.insecure_channel(target) as channel:
         stub = SglangSchedulerStub(channel)
 
-        async def one(number: int, tokens: int = tokens) -> int:
+        async def one(number: int) -> int:
             sampling = pb.SamplingParams(max_new_tokens=tokens)
             asked = pb.GenerateRequest(request_id=str(number), sampling_params=sampling, stream=True)
-            return len([1 async for _ in stub.Generate(asked)])
+            came, count = watch.of(number), 0
+            async for _ in stub.Generate(asked):
+                came()
+                count += 1
+            return count
 
-        await one(-1, 1)
-        return await timed(streams, one)
+        return await watch.timed(one, place)
 
 
-async def worker(target: str, streams: int, tokens: int, tls: ClientTls | None = None) -> Counted:
+async def worker(target: str, place: str, streams: int, tokens: int, tls: ClientTls | None = None) -> dict[str, Any]:
+    watch = Watch(streams, tokens)
     ann = GrpcWorker(WorkerId(f"grpcs://{target}" if tls else f"grpc://{target}"), tls=tls)
-    body = {"model": "herd", "messages": [{"role": "user", "content": "hi"}], "stream": True}
+    body = {"model": "herd", "messages": [{"role": "user", "content": "hi"}], "stream": True, "max_tokens": tokens}
 
-    async def one(number: int, tokens: int = tokens) -> int:
-        sink, data = Sink(), json.dumps(body | {"max_tokens": tokens}).encode()
+    async def one(number: int) -> int:
+        sink, data = Sink(watch.of(number)), json.dumps(body).encode()
         call = Call("POST", "/v1/chat/completions", [], data, RequestId(str(number)), model="herd", stream=True)
         await ann.forward(call, sink)
         return sink.events - 2  # the opening, the end; the finish is a message too
 
     try:
-        await one(-1, 1)  # the tokenizer is fetched by then
-        return await timed(streams, one)
+        return await watch.timed(one, place)
     finally:
         await ann.close()
 
@@ -166,10 +218,10 @@ def cpu_s() -> float:
 async def read(contender: str, targets: Sequence[str], streams: int, tokens: int) -> None:
     plain, secured, place = targets
     if contender.endswith("_tls"):
-        messages, taken_s = await CONTENDERS[contender](secured, streams, tokens, showing(place))
+        found = await CONTENDERS[contender](secured, place, streams, tokens, showing(place))
     else:
-        messages, taken_s = await CONTENDERS[contender](plain, streams, tokens)
-    print(json.dumps({"us": taken_s / messages * 1e6, "messages": messages}))
+        found = await CONTENDERS[contender](plain, place, streams, tokens)
+    print(json.dumps(found))
 
 
 @contextmanager
@@ -205,17 +257,21 @@ def main() -> None:
     if arguments.role in CONTENDERS:
         return uvloop.run(read(arguments.role, arguments.targets, arguments.streams, arguments.tokens))
     taken: dict[str, list[float]] = {name: [] for name in CONTENDERS}
+    late: dict[str, list[tuple[float, float]]] = {name: [] for name in CONTENDERS}
     with engine() as targets:
         for _ in range(arguments.rounds):
             for name, times in taken.items():
                 found = figure(name, targets, arguments)
                 assert found["messages"] == arguments.streams * (arguments.tokens + 1), found
                 times.append(found["us"])
+                late[name].append((found["p50_ms"], found["p99_ms"]))
     result = {name: {"us_a_message": statistics.median(times)} for name, times in taken.items()}
     for name, found in result.items():
         ratio = statistics.median(own / bare for own, bare in zip(taken[name], taken["alone"], strict=True))
-        found["to_alone"] = ratio
-        print(f"{name:10} {found['us_a_message']:7.1f} µs of CPU a message  {ratio:5.2f}x")
+        p50_ms, p99_ms = map(statistics.median, zip(*late[name], strict=True))
+        found |= {"to_alone": ratio, "p50_ms": p50_ms, "p99_ms": p99_ms}
+        cpu = f"{found['us_a_message']:7.1f} µs of CPU a message  {ratio:5.2f}x"
+        print(f"{name:10} {cpu}   there after {p50_ms:5.2f} ms, p99 {p99_ms:5.2f}")
     OUT.parent.mkdir(parents=True, exist_ok=True)
     OUT.write_text(json.dumps(result, indent=2))
     return None

@@ -17,7 +17,7 @@ from kvherd.core.errors import FrameInvalid
 from kvherd.core.ids import RequestId
 from kvherd.testing.workers import FakeResponder
 from kvherd.wire.openai.requests import decode_chat, decode_completion
-from kvherd.wire.usual_chunk import UsualChunks, spelling
+from kvherd.wire.usual_chunk import TokenTexts, UsualChunks, spelling
 from kvherd.wire.worker_pb import ResponseReader
 
 TOKENIZER = load_tokenizer(locate("tiny"))
@@ -27,17 +27,10 @@ TEXT = 'Naïve "quotes", a\\b\n\t, 北京, 🐑🐑 and aaaa '
 REQUEST = "r-1"
 
 
-class Forgetful(dict[bytes, bytes]):
-    """Knows no token, ever."""
-
-    def __setitem__(self, key: bytes, value: bytes) -> None:
-        return
-
-
 class Answer:
     """One call's answer in the making."""
 
-    def __init__(self, texts: dict[bytes, bytes], *, on_first: Callable[[], None] | None = None, **fields: Any) -> None:
+    def __init__(self, texts: TokenTexts | None, *, on_first: Callable[[], None] | None = None, **fields: Any) -> None:
         body = json.dumps({"model": "herd", "stream": True, "max_tokens": 999} | fields).encode()
         call = decode_completion(body) if "prompt" in fields else decode_chat(body)
         self.answer = COMPLETIONS.streamed(call, request=RequestId(REQUEST))
@@ -97,9 +90,9 @@ SPECIAL = sorted(TOKENIZER.special_tokens.values())
 def test_an_answer_is_the_same_byte_by_byte_whatever_is_known_of_its_tokens(
     fields: dict[str, Any], steps: list[tuple[int, ...]]
 ) -> None:
-    shared: dict[bytes, bytes] = {}
+    shared = token_texts(skip=fields.get("skip_special_tokens", True))
     answers = []
-    for texts in (Forgetful(), shared, shared):
+    for texts in (None, shared, shared):
         answer = Answer(texts, **fields)
         for token_ids in steps:
             answer.say(*token_ids)
@@ -110,27 +103,27 @@ def test_an_answer_is_the_same_byte_by_byte_whatever_is_known_of_its_tokens(
 
 
 def test_a_known_token_is_not_decoded_again() -> None:
-    texts: dict[bytes, bytes] = {}
+    texts = token_texts()
+    texts.known[spelling(65)] = b"known"
     answer = Answer(texts, **CHAT)
-    answer.say(65)
-    assert texts == {spelling(65): b"A"}
-    texts[spelling(65)] = b"known"
+    answer.say(65)  # opens the answer
     answer.say(65)
     assert answer.text == TOKENIZER.decode([65]) + "known"
 
 
 def test_a_part_of_a_character_is_never_known_and_what_is_known_does_not_break_one() -> None:
-    texts: dict[bytes, bytes] = {}
+    texts = token_texts()
     answer = Answer(texts, **CHAT)
     for token_id in [*b"a\xf0\x9f\x90\x91a\xf0\x9fa"]:
         answer.say(*_bytes_of(token_id))
     answer.finish()
     assert answer.text == "a🐑a\N{REPLACEMENT CHARACTER}a"
-    assert set(texts.values()) <= {b"a"}
+    assert set(texts.known.values()) <= {b"a"}
 
 
 def test_logprobs_that_were_asked_for_are_told_of_every_token() -> None:
-    texts = {spelling(65): b"known"}
+    texts = token_texts()
+    texts.known[spelling(65)] = b"known"
     answer = Answer(texts, logprobs=True, **CHAT)
     for _ in range(3):
         answer.say(65, output_logprobs=pb.OutputLogProbs(token_logprobs=[-0.5], token_ids=[65]))
@@ -139,7 +132,7 @@ def test_logprobs_that_were_asked_for_are_told_of_every_token() -> None:
 
 
 def test_what_the_last_message_repeats_is_counted_from_the_messages_that_were_known_too() -> None:
-    answer = Answer({}, **CHAT)
+    answer = Answer(token_texts(), **CHAT)
     for _ in range(5):
         answer.say(65)
     answer.made += 1
@@ -150,7 +143,7 @@ def test_what_the_last_message_repeats_is_counted_from_the_messages_that_were_kn
 
 def test_the_first_token_is_told_once_and_when_it_comes() -> None:
     told: list[int] = []
-    answer = Answer({}, on_first=lambda: told.append(answer.made), **CHAT)
+    answer = Answer(token_texts(), on_first=lambda: told.append(answer.made), **CHAT)
     answer.say()
     assert told == []
     for _ in range(4):
@@ -159,13 +152,19 @@ def test_the_first_token_is_told_once_and_when_it_comes() -> None:
 
 
 def test_a_message_with_a_tail_that_is_none_is_found_out_by_the_end() -> None:
-    answer = Answer({}, **CHAT)
+    answer = Answer(token_texts(), **CHAT)
     answer.say(65)
     answer.say(65)
     broken = b"\n\x03r-1\x12\x06\n\x01\x41\x10\x08\x1f"
     answer.pushed.message(broken)
     with pytest.raises(FrameInvalid, match="a response that is none"):
         answer.finish()
+
+
+def token_texts(*, skip: bool = True) -> TokenTexts:
+    spelt = TOKENIZER.spelt(skip_special_tokens=skip)
+    assert spelt is not None
+    return TokenTexts(spelt)
 
 
 def _bytes_of(byte: int) -> Sequence[int]:

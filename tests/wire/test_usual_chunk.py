@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from smg_grpc_proto.generated import sglang_scheduler_pb2 as pb
 
-from kvherd.wire.usual_chunk import UsualChunks, spelling
+from kvherd.wire.usual_chunk import TokenTexts, UsualChunks, spelling
 
 TOKENS = st.integers(0, 2**32 - 1)
 COUNTS = st.integers(1, 2**31)
@@ -58,3 +58,29 @@ def test_a_message_that_is_cut_off_is_not_usual(cut: int) -> None:
 @given(st.binary(max_size=40))
 def test_no_bytes_confuse_it(tail: bytes) -> None:
     assert isinstance(UsualChunks("r-1", ()).token(b"\n\x03r-1\x12" + tail), bytes)
+
+
+def test_what_a_token_shows_is_asked_for_once_and_quoted() -> None:
+    asked: list[int] = []
+
+    def spelt(token_id: int) -> bytes:
+        asked.append(token_id)
+        return {5: b'a "b"\n', 300: "🐑".encode(), 6: b"\xf0\x9f"}.get(token_id, b"")
+
+    texts = TokenTexts(spelt)
+    assert texts.learn(spelling(5)) == b'a \\"b\\"\\n'
+    assert texts.learn(spelling(300)) == "🐑".encode()
+    assert asked == [5, 300]
+    assert texts.learn(spelling(6)) == b"", "a part of a character"
+    assert texts.learn(spelling(7)) == b"", "it shows nothing"
+    assert set(texts.known) == {spelling(5), spelling(300)}
+
+
+@given(st.lists(TOKENS, max_size=4).filter(lambda token_ids: len(token_ids) != 1), st.binary(max_size=8))
+def test_nothing_is_learnt_from_what_is_no_one_token_s_spelling(token_ids: list[int], data: bytes) -> None:
+    texts = TokenTexts(lambda _: b"text")
+    several = UsualChunks("r-1", ()).token(chunk(*token_ids))
+    overlong = b"\n\x02\x85\x00"
+    for strange in (several, overlong, b"", b"\n\x01" + spelling(300), data + b"\x80"):
+        assert texts.learn(strange) == b""
+    assert texts.known == {}

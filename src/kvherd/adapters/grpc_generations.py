@@ -80,7 +80,6 @@ class GrpcGenerations:
         self._completions = OpenAiCompletions(
             tokenizer, traits.name, traits.max_context_tokens, vocab_size=traits.vocab_size
         )
-        self._texts: dict[bool, dict[bytes, bytes]] = {False: {}, True: {}}
         self._native = NativeCompletions(self._completions)
         self._answers: dict[str, Answer] = {
             "/v1/chat/completions": self._chat,
@@ -169,7 +168,7 @@ class GrpcGenerations:
             answer,
             responder,
             chunks=UsualChunks(request.request, reader.ending_token_ids),
-            texts=self._texts[answer.plan.skips_special_tokens],
+            texts=self._tokenizer.token_texts.get(answer.plan.skips_special_tokens),
             head=head,
             on_first_token=call.on_first_token,
         )

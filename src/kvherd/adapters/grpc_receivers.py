@@ -15,13 +15,14 @@ from kvherd.core.errors import FrameInvalid
 from kvherd.ports.worker import Responder
 from kvherd.wire.http2 import PROTOCOL
 from kvherd.wire.openai.answers import quoted
-from kvherd.wire.usual_chunk import UsualChunks, spelling
+from kvherd.wire.usual_chunk import TokenTexts, UsualChunks
 from kvherd.wire.worker_pb import ResponseReader
 
 _MOST_WAITING: Final = 256
 _SETTLE_BYTES: Final = 16 * 1024
 """So much of an answer is written before its client has to have taken it."""
 
+_NO_TEXTS: Final = TokenTexts(lambda _: b"")
 _parse = pb.GenerateResponse.FromString
 
 
@@ -69,8 +70,8 @@ class Pulled:
 class Pushed:
     """Implements `grpc_stream.Receiver`: each message is written to the client in the call that brings it.
 
-    Set `stream` at once, then `await run()`. `texts` has what every message of one known token shows, as JSON; it is
-    added to, and belongs to the worker's model and to calls that show special tokens alike.
+    Set `stream` at once, then `await run()`. `texts` are of calls that show special tokens alike; None for a tokenizer
+    that has none.
     """
 
     __slots__ = (
@@ -80,6 +81,7 @@ class Pushed:
         "_choice",
         "_chunks",
         "_head",
+        "_known",
         "_on_first_token",
         "_passed",
         "_plain",
@@ -102,7 +104,7 @@ class Pushed:
         responder: Responder,
         *,
         chunks: UsualChunks,
-        texts: dict[bytes, bytes],
+        texts: TokenTexts | None,
         head: list[tuple[bytes, bytes]],
         on_first_token: Callable[[], None] | None,
     ) -> None:
@@ -114,10 +116,11 @@ class Pushed:
         self._answer = answer
         run = answer.plan.runs[0]
         self._choice = run.choice
-        self._tells_text_only = run.request.sampling.logprobs is None
+        self._tells_text_only = texts is not None and run.request.sampling.logprobs is None
         self._responder = responder
         self._chunks = chunks
-        self._texts = texts
+        self._texts = texts or _NO_TEXTS
+        self._known = self._texts.known
         self._before = self._behind = b""
         self._plain = False
         self._passed = b""
@@ -128,8 +131,11 @@ class Pushed:
 
     def message(self, data: bytes) -> None:
         if self._plain:
-            text = self._texts.get(self._chunks.token(data))
-            if text is not None:
+            token = self._chunks.token(data)
+            text = self._known.get(token)
+            if text is None:
+                text = self._texts.learn(token)
+            if text:
                 self._passed = data
                 self._write(self._before + text + self._behind)
                 return
@@ -144,9 +150,11 @@ class Pushed:
         if self._on_first_token is not None and delta.token_ids:
             self._on_first_token()
             self._on_first_token = None
-        alone = self._choice.plain and len(delta.token_ids) == 1
         text = self._choice.feed(delta)
-        frames = self._answer.frames(0, text)
+        if self._behind and text.finish is None and not text.tokens:
+            frames = self._before + quoted(text.text) + self._behind if text.text else b""
+        else:
+            frames = self._answer.frames(0, text)
         if frames:
             if not self._responder.started:
                 self._responder.start(200, self._head)
@@ -156,9 +164,8 @@ class Pushed:
             self.finished, self.complete = True, delta.finish is not None
             self._woken.set()
             return
-        self._plain = self._tells_text_only and self._choice.plain and self._responder.started
-        if self._plain and alone and text.text:
-            self._texts[spelling(delta.token_ids[0])] = quoted(text.text)
+        opened = self._responder.started and self._on_first_token is None
+        self._plain = opened and self._tells_text_only and self._choice.plain
         if self._plain and not self._behind:
             self._before, self._behind = self._answer.around(0)
 

@@ -16,6 +16,7 @@ from kvherd.adapters.word_encoding import word_encoding
 from kvherd.core.errors import FieldInvalid, FrameInvalid, ModelMissing, PromptTooLong
 from kvherd.core.text.calls import ChatCall
 from kvherd.core.text.turns import RenderedTurns
+from kvherd.wire.usual_chunk import TokenTexts
 
 ARCHIVE_LIMIT_BYTES = 256 << 20
 LONG_CHARACTERS = 4096
@@ -46,6 +47,8 @@ class ModelTokenizer:
         self._added = {index: token.content for index, token in added.items()}
         self._words = word_encoding(self._tokenizer)
         self._spellings = {True: self._spelling(self._special_ids), False: self._spelling(frozenset())}
+        self.token_texts = {skip: TokenTexts(spelt) for skip, spelt in self._spellings.items() if spelt is not None}
+        """By whether special tokens are skipped; none where a text is more than its tokens' bytes."""
         spells_all = self._tokenizer.normalizer is None or self._dropped_spaces is not None  # drops no character
         self._longest_token_bytes = self._longest() if spells_all and self.model_max_tokens else 0
 

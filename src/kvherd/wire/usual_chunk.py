@@ -4,7 +4,9 @@ It is `GenerateResponse{request_id, chunk{token_ids: [one], prompt_tokens, …}}
 serializer writes them. Nothing is made of it but the bytes that spell its token: these are enough to know the text.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+
+from kvherd.wire.openai.answers import quoted
 
 _REQUEST, _CHUNK, _TOKENS, _PROMPT_TOKENS = 0x0A, 0x12, 0x0A, 0x10
 _LONGEST = 127  # a size that is one byte
@@ -35,6 +37,35 @@ class UsualChunks:
         return b"" if token in self._ending else token
 
 
+class TokenTexts:
+    """What tokens show that are whole characters, as JSON has it between quotes, by their `spelling`.
+
+    `spelt` gives a token's bytes; none for one that is not shown. `known` is what was asked for: no more than the
+    vocabulary.
+    """
+
+    __slots__ = ("_spelt", "known")
+
+    def __init__(self, spelt: Callable[[int], bytes]) -> None:
+        self._spelt = spelt
+        self.known: dict[bytes, bytes] = {}
+
+    def learn(self, token: bytes) -> bytes:
+        """What is not known yet; b"" for what is no one token's spelling, shows nothing or a part of a character."""
+        if not token:
+            return b""
+        token_id = _number(token[2:])
+        if token != spelling(token_id):
+            return b""
+        try:
+            text = quoted(self._spelt(token_id).decode())
+        except UnicodeDecodeError:
+            return b""
+        if text:
+            self.known[token] = text
+        return text
+
+
 def spelling(token_id: int) -> bytes:
     """A token as its message has it when it is alone there: the field, its size, the number."""
     data = varint(token_id)
@@ -48,3 +79,10 @@ def varint(value: int) -> bytes:
         value >>= 7
     parts.append(value)
     return bytes(parts)
+
+
+def _number(data: bytes) -> int:
+    number = 0
+    for place, byte in enumerate(data[:5]):
+        number |= (byte & 0x7F) << 7 * place
+    return number
