@@ -222,17 +222,22 @@ def test_memory_is_bounded_and_the_latest_used_stay() -> None:
         assert conversations._bytes == sum(one.size_bytes for one in conversations._known.values()) <= 20_000
 
 
-def test_what_stands_around_messages_is_remembered_within_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("tools", [0, 1])
+def test_what_stands_around_messages_is_remembered_within_bounds(monkeypatch: pytest.MonkeyPatch, tools: int) -> None:
     monkeypatch.setattr("kvherd.services.gateway.conversations.FRAMES_BYTES", 10_000)
     encodings, tokenizer = EncodingCache(), ByteTokenizer()
     conversations = Conversations(encodings)
+    frames = conversations._frames
+    beginnings = []
     for number in range(100):
-        body = body_of([{"role": "user", "content": "hi"}], {"user": f"ann {number}"}, {})
-        prompt = read_prompt_now(PATH, body, peek(body), tokenizer, encodings, conversations=conversations)
-        assert prompt is not None
-        assert prompt.beginning is not None
-        assert conversations._frames._bytes <= 10_000
-    assert len(conversations._frames._numbers) <= 1
+        fields = {"user": f"ann {number}", "tools": [{"name": f"find {number}"}] * tools}
+        prompt = require_the_same(conversations, encodings, tokenizer, body_of(said("user: a", "user: b"), fields, {}))
+        beginnings.append(prompt.beginning)
+        assert 0 < frames._known_bytes <= 10_000
+        assert 0 < frames._numbers_bytes <= 10_000
+    assert len(frames._known) < 10
+    assert len(frames._numbers) < 10
+    assert len({id(one) for one in beginnings}) == (100 if tools else 1)
 
 
 def test_a_prompt_that_is_too_long_is_so_with_its_beginning() -> None:

@@ -175,9 +175,10 @@ class _Frames:
     """Frames by what stands around the messages in a body: the same for all turns of most conversations."""
 
     def __init__(self) -> None:
-        self._known: dict[tuple[bytes, bytes], _Frame | None] = {}
-        self._numbers: dict[bytes, _Frame] = {}
-        self._bytes = 0
+        self._known: OrderedDict[tuple[bytes, bytes], _Frame | None] = OrderedDict()
+        self._known_bytes = 0
+        self._numbers: OrderedDict[bytes, _Frame] = OrderedDict()
+        self._numbers_bytes = 0
         self._next = 0
 
     def of(self, body: bytes, messages: bytes) -> _Frame | None:
@@ -188,19 +189,24 @@ class _Frames:
             return self._known[around]
         call = decode_frame(around)
         frame = self._known[around] = None if call is None else self._numbered(call)
-        self._bytes += len(around[0]) + len(around[1]) + _OWN_BYTES
-        if self._bytes > FRAMES_BYTES:
-            self._known, self._numbers, self._bytes = {}, {}, 0
+        self._known_bytes += len(around[0]) + len(around[1]) + _OWN_BYTES
+        while self._known_bytes > FRAMES_BYTES:
+            (head, tail), _ = self._known.popitem(last=False)
+            self._known_bytes -= len(head) + len(tail) + _OWN_BYTES
         return frame
 
     def _numbered(self, call: ChatCall) -> _Frame:
-        """Many fields of a body change nothing in its prompt."""
+        """Many fields of a body change nothing in its prompt: bodies come and go, and beginnings stay."""
         changing = msgspec.json.encode([call.tools, call.template_args, call.add_generation_prompt])
         frame = self._numbers.get(changing)
-        if frame is None:
-            frame = self._numbers[changing] = _Frame(self._next, call)
-            self._next += 1
-            self._bytes += len(changing)
+        if frame is not None:
+            self._numbers.move_to_end(changing)
+            return frame
+        frame = self._numbers[changing] = _Frame(self._next, call)
+        self._next += 1
+        self._numbers_bytes += len(changing) + _OWN_BYTES
+        while self._numbers_bytes > FRAMES_BYTES:
+            self._numbers_bytes -= len(self._numbers.popitem(last=False)[0]) + _OWN_BYTES
         return frame
 
 
