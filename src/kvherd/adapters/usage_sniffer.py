@@ -50,7 +50,8 @@ class UsageSniffer:
                     self._read(line[5:])
         if _META in data:  # in every event: only the last one counts
             begin = data.rfind(b"\n", 0, data.rfind(_META)) + 1
-            self._last = data[begin : data.find(b"\n", begin)].removeprefix(b"data:")
+            end = data.find(b"\n", begin)
+            self._last = data[begin:end].removeprefix(b"data:")
 
     @property
     def between_events(self) -> bool:
