@@ -78,7 +78,7 @@ class Launched:
         """The worker's flight has ended, or is to go on in a task."""
         path, turn = self._path, self._turn
         self._flight = None
-        if isinstance(outcome, Coroutine):
+        if outcome is not None and isinstance(outcome, Coroutine):
             if self._wait is not None:
                 self._wait.over()
             self._go_on(outcome)
