@@ -71,6 +71,10 @@ def test_nothing_built_is_nothing_found(tmp_path: Path) -> None:
     assert rooms_in(tmp_path / "nowhere") == {}
 
 
+def test_each_room_is_listed_once() -> None:
+    assert [room for room in set(ROOMS) if ROOMS.count(room) > 1] == []
+
+
 def functions(module: str) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
     for node in ast.walk(ast.parse(source_of(module).read_text())):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
