@@ -216,7 +216,7 @@ def raw(engine: EngineClient, data: bytes) -> bytes:
 
 
 def test_a_body_in_chunks_is_read(sidecar: EngineClient) -> None:
-    head = b"POST /start_profile HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n"
+    head = b"POST /start_profile HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: chunked\r\n\r\n"
     assert raw(sidecar, head + b'7\r\n{"colou\r\n8\r\nr": "red\r\n2\r\n"}\r\n0\r\n\r\n').startswith(b"HTTP/1.1 400")
     assert raw(sidecar, head + b'11\r\n{"num_steps": 99}\r\n0\r\n\r\n').startswith(b"HTTP/1.1 200")
     assert sidecar.post("/stop_profile").status_code == 200
@@ -224,13 +224,13 @@ def test_a_body_in_chunks_is_read(sidecar: EngineClient) -> None:
 
 @pytest.mark.parametrize("path", ["/start_profile", "/stop_profile", "/flush_cache"])
 def test_a_body_of_100_mb_is_a_413(sidecar: EngineClient, path: str) -> None:
-    head = f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-length: {100 * 2**20}\r\n\r\n"
+    head = f"POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-length: {100 * 2**20}\r\n\r\n"
     assert raw(sidecar, head.encode()).startswith(b"HTTP/1.1 413")
     assert serves_on(sidecar)
 
 
 def test_100_mb_in_chunks_are_a_413_before_they_have_come(sidecar: EngineClient) -> None:
-    head = b"POST /start_profile HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n"
+    head = b"POST /start_profile HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: chunked\r\n\r\n"
     piece = b"10000\r\n" + b" " * 0x10000 + b"\r\n"
     with socket.create_connection((sidecar.address.host, sidecar.address.sidecar_port or 0)) as connection:
         connection.settimeout(sidecar.patience_s)
@@ -244,7 +244,7 @@ def test_100_mb_in_chunks_are_a_413_before_they_have_come(sidecar: EngineClient)
 
 def test_a_caller_who_hangs_up_within_his_body_costs_nothing(sidecar: EngineClient) -> None:
     with socket.create_connection((sidecar.address.host, sidecar.address.sidecar_port or 0)) as connection:
-        connection.sendall(b'POST /start_profile HTTP/1.1\r\nhost: x\r\ncontent-length: 20\r\n\r\n{"num')
+        connection.sendall(b'POST /start_profile HTTP/1.1\r\nhost: localhost\r\ncontent-length: 20\r\n\r\n{"num')
     assert serves_on(sidecar)
 
 

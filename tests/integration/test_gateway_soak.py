@@ -57,7 +57,9 @@ class Stage:
 
         def weigh() -> bytes:
             body = json.dumps({"weight": dice.choice((1, 2, 3)), "labels": {"turn": str(dice.randrange(9))}}).encode()
-            head = f"PATCH /workers/{dice.choice(ids)} HTTP/1.1\r\nHost: h\r\nContent-Length: {len(body)}\r\n\r\n"
+            head = (
+                f"PATCH /workers/{dice.choice(ids)} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n"
+            )
             return head.encode() + body
 
         async def sample() -> None:

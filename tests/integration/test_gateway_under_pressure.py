@@ -56,7 +56,9 @@ def test_a_flood_past_the_bound_is_told_to_return_and_leaves_memory_flat(start: 
         for _ in range(12):
             one = stack.enter_context(socket.create_connection(("127.0.0.1", gateway.port), timeout=PATIENCE_S))
             body = b'{"model":"m","prompt":"x"}'
-            one.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: h\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body))
+            one.sendall(
+                b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body)
+            )
         gateway.process.wait_for(
             lambda: metric(gateway, "kvherd_gateway_waiting_requests") == 8.0, what="as many wait as may"
         )

@@ -87,7 +87,9 @@ def generate(rank: int, tokens: int) -> pb.GenerateRequest:
 def test_a_flush_that_holds_lets_go_when_its_caller_hangs_up(slow_engine: EngineProcess) -> None:
     with busy(slow_engine):
         with socket.create_connection(("127.0.0.1", slow_engine.port + 2)) as caller:
-            caller.sendall(b"POST /flush_cache?timeout=60&hold=true HTTP/1.1\r\nhost: x\r\ncontent-length: 0\r\n\r\n")
+            caller.sendall(
+                b"POST /flush_cache?timeout=60&hold=true HTTP/1.1\r\nhost: localhost\r\ncontent-length: 0\r\n\r\n"
+            )
             wait_until(lambda: metric(slow_engine, "kvherd_orders_open") == 1, within_s=10, what="the flush waits")
         wait_until(lambda: metric(slow_engine, "kvherd_orders_open") == 0, within_s=10, what="the flush is withdrawn")
         answer = httpx.post(f"{slow_engine.url}/v1/completions", json=SHORT, timeout=5)

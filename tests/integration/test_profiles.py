@@ -133,7 +133,7 @@ def test_a_start_whose_caller_left_while_a_rank_was_stopped_leaves_no_profile(st
     os.kill(stopped, signal.SIGSTOP)
     body = json.dumps({"output_dir": str(tmp_path)})
     with socket.create_connection(("127.0.0.1", engine.port + 1)) as caller:
-        head = f"POST /start_profile HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n"
+        head = f"POST /start_profile HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(body)}\r\n\r\n"
         caller.sendall((head + body).encode())
         wait_until(lambda: len(list(tmp_path.iterdir())) == 1, within_s=10, what="the other rank has begun")
     wait_until(lambda: not list(tmp_path.iterdir()), within_s=10, what="it has forgotten it")

@@ -112,11 +112,11 @@ class Tally:
 
 def post(path: str, body: dict[str, object]) -> bytes:
     data = json.dumps(body).encode()
-    return f"POST {path} HTTP/1.1\r\nHost: h\r\nContent-Length: {len(data)}\r\n\r\n".encode() + data
+    return f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(data)}\r\n\r\n".encode() + data
 
 
 def get(path: str) -> bytes:
-    return f"GET {path} HTTP/1.1\r\nHost: h\r\n\r\n".encode()
+    return f"GET {path} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode()
 
 
 def some_request(dice: random.Random, model: str, *, stream: bool, max_tokens: int) -> bytes:

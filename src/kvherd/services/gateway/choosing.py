@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import Final, NamedTuple
+from typing import Final
 
 from kvherd.core.errors import (
     KvherdError,
@@ -25,13 +25,22 @@ RANKED_PATHS: Final = frozenset({"/v1/chat/completions", "/v1/completions", "/ge
 """Of which engines can be told the rank that is to serve them."""
 
 
-class Choice(NamedTuple):
+class Choice:
     """`explanation` is None where nothing was weighed, for it was simply the member's turn."""
 
-    member: Member | None
-    rank: Rank | None = None
-    match: Match = NO_MATCH
-    explanation: Explanation | None = None
+    __slots__ = ("explanation", "match", "member", "rank")
+
+    def __init__(
+        self,
+        member: Member | None,
+        rank: Rank | None = None,
+        match: Match = NO_MATCH,
+        explanation: Explanation | None = None,
+    ) -> None:
+        self.member = member
+        self.rank = rank
+        self.match = match
+        self.explanation = explanation
 
 
 class Chooser:

@@ -2,7 +2,6 @@
 
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 from kvherd.core.errors import CallerError
 from kvherd.core.ids import PrefixHash
@@ -22,23 +21,25 @@ BYTES_PER_TOKEN = 4
 """A usual prompt in English; an estimate where nothing was tokenized."""
 
 
-@dataclass(slots=True)
 class Prompt:
     """A prompt as routing sees it. `token_ids` is None where it was not tokenized; then `text` stands in for it.
 
     `model` is the name it asks for, which may be an adapter's. `several` says that the call has more prompts than this
     first one; `classes` is empty where the tokens are the client's own, or nothing was tokenized. `beginning` is
-    what is known of its first messages from a prompt before.
+    what is known of its first messages from a prompt before. No dataclass, as `Turn` is none.
     """
 
-    text: bytes
-    token_ids: Sequence[int] | None = None
-    salt: str | None = None
-    model: str = ""
-    several: bool = False
-    classes: tuple[PromptClass, ...] = ()
-    beginning: Beginning | None = None
-    _chains: dict[tuple[str, str | None, int, bool], list[PrefixHash]] = field(default_factory=dict)
+    __slots__ = ("_chains", "beginning", "classes", "model", "salt", "several", "text", "token_ids")
+
+    def __init__(self, text: bytes, *, salt: str | None = None, model: str = "") -> None:
+        self.text = text
+        self.salt = salt
+        self.model = model
+        self.token_ids: Sequence[int] | None = None
+        self.several = False
+        self.classes: tuple[PromptClass, ...] = ()
+        self.beginning: Beginning | None = None
+        self._chains: dict[tuple[str, str | None, int, bool], list[PrefixHash]] = {}
 
     @property
     def tokens(self) -> int:

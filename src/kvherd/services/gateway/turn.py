@@ -1,7 +1,6 @@
 """One request of the data path on its way, and what became of it."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Protocol
 
 from kvherd.core.errors import KvherdError, WorkerError
@@ -45,46 +44,89 @@ class Renamed:
         self.body = body
 
 
-@dataclass(slots=True, eq=False)
 class Turn:
-    """`match` and what follows it are of the last try."""
+    """`match` and what follows it are of the last try.
 
-    incoming: Incoming
-    request: RequestId
-    asked: Peek
-    model: str
-    prompt: Prompt
-    witness: Witness
-    began_s: float
-    explain: bool = False
-    wanted_rank: Rank | None = None
-    """That the client named."""
-    ends: tuple[float, float] | None = None
-    """When the client's own deadline comes, and how many seconds it gave."""
-    keeper: WorkerId | None = None
-    """The one worker that can answer."""
-    tried: dict[WorkerId, WorkerError] = field(default_factory=dict)
-    last_error: WorkerError | None = None
-    gave_up: KvherdError | None = None
-    """Why the gateway itself ended the try."""
-    member: Member | None = None
-    rank: Rank | None = None
-    """That is to serve it, if its worker's ranks can be addressed."""
-    match: Match = NO_MATCH
-    trial: Trial | None = None
-    sampled: bool = False
-    """The gateway asks for the usage, and the client does not."""
-    held_s: float = 0.0
-    """How long it waited for a worker to have room."""
-    sent_at_s: float = 0.0
-    uncached: int = 0
-    ahead_tokens: float = 0.0
-    headers: Sequence[tuple[bytes, bytes]] = ()
-    """What is added to those of the answer."""
-    explanation: bytes = b""
-    first_token_at_s: float | None = None
-    usage: Usage | None = None
-    outcome: str = "unserved"
+    Not a dataclass: one is made for every request, and the `__init__` that a dataclass is given cannot be compiled.
+    """
+
+    __slots__ = (
+        "ahead_tokens",
+        "asked",
+        "began_s",
+        "ends",
+        "explain",
+        "explanation",
+        "first_token_at_s",
+        "gave_up",
+        "headers",
+        "held_s",
+        "incoming",
+        "keeper",
+        "last_error",
+        "match",
+        "member",
+        "model",
+        "outcome",
+        "prompt",
+        "rank",
+        "request",
+        "sampled",
+        "sent_at_s",
+        "trial",
+        "tried",
+        "uncached",
+        "usage",
+        "wanted_rank",
+        "witness",
+    )
+
+    def __init__(  # noqa: PLR0917 - what is known of every request
+        self,
+        incoming: Incoming,
+        request: RequestId,
+        asked: Peek,
+        model: str,
+        prompt: Prompt,
+        witness: Witness,
+        began_s: float,
+    ) -> None:
+        self.incoming = incoming
+        self.request = request
+        self.asked = asked
+        self.model = model
+        self.prompt = prompt
+        self.witness = witness
+        self.began_s = began_s
+        self.explain = False
+        self.wanted_rank: Rank | None = None
+        """That the client named."""
+        self.ends: tuple[float, float] | None = None
+        """When the client's own deadline comes, and how many seconds it gave."""
+        self.keeper: WorkerId | None = None
+        """The one worker that can answer."""
+        self.tried: dict[WorkerId, WorkerError] = {}
+        self.last_error: WorkerError | None = None
+        self.gave_up: KvherdError | None = None
+        """Why the gateway itself ended the try."""
+        self.member: Member | None = None
+        self.rank: Rank | None = None
+        """That is to serve it, if its worker's ranks can be addressed."""
+        self.match: Match = NO_MATCH
+        self.trial: Trial | None = None
+        self.sampled = False
+        """The gateway asks for the usage, and the client does not."""
+        self.held_s = 0.0
+        """How long it waited for a worker to have room."""
+        self.sent_at_s = 0.0
+        self.uncached = 0
+        self.ahead_tokens = 0.0
+        self.headers: Sequence[tuple[bytes, bytes]] = ()
+        """What is added to those of the answer."""
+        self.explanation = b""
+        self.first_token_at_s: float | None = None
+        self.usage: Usage | None = None
+        self.outcome = "unserved"
 
     @property
     def served_by(self) -> Member:

@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass
 from enum import Enum
-from typing import NamedTuple
 
 from kvherd.core.errors import KvherdError
 from kvherd.services.gateway.relay.edge import DataRequest
@@ -16,13 +15,16 @@ class Stage(Enum):
     BODY = "body"
 
 
-class Incoming(NamedTuple):
+class Incoming:
     """A request and what its connection must know to answer it."""
 
-    request: DataRequest
-    keep_alive: bool
-    http10: bool
-    is_data: bool
+    __slots__ = ("http10", "is_data", "keep_alive", "request")
+
+    def __init__(self, request: DataRequest, *, keep_alive: bool, http10: bool, is_data: bool) -> None:
+        self.request = request
+        self.keep_alive = keep_alive
+        self.http10 = http10
+        self.is_data = is_data
 
 
 @dataclass(frozen=True, slots=True)

@@ -154,7 +154,7 @@ class RequestParser:
         headers = KnownHeaders(usual.block, ((b"content-length", b"%d" % length), *own), written)
         identified = RequestId(name.decode())
         request = DataRequest(usual.method, usual.path, usual.query, headers, data[begin:], self._peer, identified)
-        self.ready.append(Incoming(request, True, False, usual.is_data))
+        self.ready.append(Incoming(request, keep_alive=True, http10=False, is_data=usual.is_data))
         self._misses = 0
         return True
 
@@ -247,7 +247,8 @@ class RequestParser:
             return
         keep_alive = self._parser.should_keep_alive()
         request = self._request()
-        self.ready.append(Incoming(request, keep_alive, self._http10, is_data(request.method, request.path)))
+        data = is_data(request.method, request.path)
+        self.ready.append(Incoming(request, keep_alive=keep_alive, http10=self._http10, is_data=data))
         self._url = b""
         self._head_fed = self._fed  # at most: another head may follow in the same piece
         self._piece_is_shared = True

@@ -209,7 +209,7 @@ class ConnectionResponder:
     def _head(self, status: int, headers: Sequence[tuple[bytes, bytes]]) -> bytes:
         self._chunked = self._sse = False  # an earlier try may have failed
         self._left = _WITHOUT_LENGTH
-        request, _, http10, _ = self._incoming
+        request, http10 = self._incoming.request, self._incoming.http10
         parts = [_STATUS_LINES.get(status) or b"HTTP/1.1 %d \r\n" % status]
         lines = 2  # the status line and the empty one
         has_id = False
