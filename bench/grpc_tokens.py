@@ -46,7 +46,7 @@ from kvherd.adapters.tokenizer import load_tokenizer
 from kvherd.core.ids import RequestId, WorkerId
 from kvherd.ports.worker import Call
 from kvherd.testing.certificates import Authority
-from kvherd.testing.sglang_engine import Context, EngineScript, ScriptedSglang, serving
+from kvherd.testing.sglang_engine import EOS, Context, EngineScript, ScriptedSglang, serving
 
 OUT = Path(__file__).resolve().parent / "out" / "grpc_tokens.json"
 ROOT = Path(__file__).resolve().parent.parent
@@ -117,7 +117,7 @@ async def run_engine() -> None:
         pairs, authority = [(files.key.read_bytes(), files.certificate.read_bytes())], files.authority.read_bytes()
         credentials = grpc.ssl_server_credentials(pairs, authority, require_client_auth=True)
         text = TEXT.encode("ascii", "ignore").decode()
-        shown = [token_id for token_id in tokenizer.encode(text) if tokenizer.decode([token_id])]
+        shown = [token_id for token_id in tokenizer.encode(text) if tokenizer.decode([token_id]) and token_id != EOS]
         talker = Talker(shown, script, Path(place))
         async with serving(talker) as plain, serving(talker, credentials=credentials) as secured:
             print(plain, secured, place, flush=True)
