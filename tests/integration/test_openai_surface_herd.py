@@ -189,7 +189,7 @@ def test_no_piece_of_a_stream_holds_half_a_character(door: Door) -> None:
     assert "é" in whole
     pieces = [choice.text for chunk in ask(stream=True) for choice in chunk.choices]
     assert "".join(pieces) == whole  # half a character would have become a mark of its own
-    assert len(pieces) > 10
+    assert len(pieces) > 1  # how many is the machine's affair: what is there at once leaves at once
 
 
 @pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens"])
