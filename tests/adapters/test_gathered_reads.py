@@ -2,6 +2,7 @@
 
 import asyncio
 from dataclasses import dataclass, field
+from typing import cast
 
 import pytest
 from hypothesis import given
@@ -89,7 +90,7 @@ class Calls:
 
     def __init__(self, count: int, gathering: Gathering = Gathering()) -> None:  # noqa: B008 - it is a value
         self.wire = GrpcWire("engine:1", scheme="http", gathering=gathering)
-        self.line = Line(self.wire)
+        self.line = Line(cast("asyncio.Protocol", self.wire))
         self.wire.connection_made(self.line)
         self.heard = [Heard() for _ in range(count)]
         self.streams: list[WireStream] = [self.wire.call("/any", b"", heard) for heard in self.heard]

@@ -31,7 +31,7 @@ _KEEP_ALIVE: Final = {"TCP_KEEPIDLE": 15, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
 _UNLIMITED: Final = 2**31
 
 
-class GrpcWire(asyncio.Protocol):
+class GrpcWire:
     """One connection. `usable`: a new call may be made on it."""
 
     def __init__(self, authority: str, *, scheme: str, gathering: Gathering = USUAL) -> None:

@@ -59,7 +59,7 @@ class Fields:
             shown = value if isinstance(value, float) else json_name(value)
             raise self.invalid(name, f"must be a whole number, not {shown}")
         if not low <= value <= high:
-            raise self.invalid(name, f"must be {_range(low, high)}, not {value}")
+            raise self.invalid(name, f"must be {_range(str(low), str(high))}, not {value}")
         return value
 
     def number(self, name: str, default: float, *, low: float = -math.inf, high: float = math.inf) -> float:
@@ -69,7 +69,7 @@ class Fields:
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise self.invalid(name, f"must be a number, not {json_name(value)}")
         if not low <= value <= high:
-            raise self.invalid(name, f"must be {_range(low, high)}, not {value}")
+            raise self.invalid(name, f"must be {_range(format(low, 'g'), format(high, 'g'))}, not {value}")
         return float(value)
 
     def mapping(self, name: str) -> dict[str, Any]:
@@ -123,11 +123,6 @@ def object_item(path: str, value: object) -> dict[str, Any]:
     return value
 
 
-def _range(low: float, high: float) -> str:
-    if math.isinf(high):
-        return f"{low:g} or more"
-    return f"between {low:{_plain(low)}} and {high:{_plain(high)}}"
-
-
-def _plain(value: float) -> str:
-    return "d" if isinstance(value, int) else "g"
+def _range(low: str, high: str) -> str:
+    """As numbers are written; a bound that was a whole number is told as one."""
+    return f"{low} or more" if high == "inf" else f"between {low} and {high}"
