@@ -26,6 +26,7 @@ setup: $(STAMP) ## Create .venv with the locked dependencies (every other target
 compile: $(ROOMS) ## Compile what every request goes through: half the CPU; wants a C compiler and Python's headers, and a minute
 
 test: check ## Every check, then all tests; ARGS='-k name' for some of them
+	@$(MAKE) compile || echo "the processes of the tests are left to the interpreter" >&2
 	$(BIN)/python -m pytest $(ARGS)
 
 test-soak: $(STAMP) ## What takes minutes: a gateway at full load for ten with every fault, subscribers that stand still (KVHERD_SOAK_S=60)
@@ -63,7 +64,7 @@ contracts: $(STAMP) ## The layers of the architecture, by import-linter
 bench: $(STAMP) $(VENV)/.bench ## Measure; prints ratios, writes bench/out (ARGS='relay' for one)
 	$(BIN)/python -m bench $(ARGS)
 
-bench-gateway: $(STAMP) $(VENV)/.bench ## What the gateway costs beside nginx and three routers, as a table and a plot (ARGS=--quick)
+bench-gateway: $(STAMP) $(VENV)/.bench compile ## What the gateway costs beside nginx and three routers, as a table and a plot (ARGS=--quick)
 	@$(MAKE) -k $(SMG)/.installed $(ROUTERS)/.installed || echo "a peer cannot be installed: the table will name it" >&2
 	$(BIN)/python bench/gateway.py $(ARGS)
 
