@@ -241,7 +241,7 @@ def _plot(results: Results, path: Path) -> Path:
     from matplotlib import pyplot  # noqa: PLC0415 - the only optional part
 
     names = [name for name in ORDER[1:] if any(one.contender == name for one in results.measured)]
-    colours = dict(zip(ORDER[1:], ("#c0392b", "#7f8c8d", "#2980b9", "#27ae60", "#8e44ad"), strict=True))
+    colours = dict(zip(ORDER[1:], ("#c0392b", "#e59866", "#7f8c8d", "#2980b9", "#27ae60", "#8e44ad"), strict=True))
     parts = (
         ("CPU µs a request", [cell for cell in results.cells if not cell.stream and "cores" not in cell.key], "cpu_us"),
         ("CPU µs an event", [cell for cell in results.cells if cell.stream], "cpu_us"),
