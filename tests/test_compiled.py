@@ -3,6 +3,7 @@
 import ast
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from kvherd import compiled
-from kvherd.compiled import CompiledRooms, digest, rooms_in, source_of
+from kvherd.compiled import CompiledRooms, Known, Unfit, known, rooms_in, source_of
 
 ROOMS = (Path(__file__).parent.parent / "tools" / "rooms.txt").read_text().split()
 ROOM = "kvherd.core.ids"
@@ -25,8 +26,14 @@ def built(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def write(folder: Path, **changed: object) -> None:
-    told = {"python": sys.version, "sources": {ROOM: digest(source_of(ROOM))}, "files": {ROOM: "room.so"}}
+def write(folder: Path, *, looked: bool = False, **changed: object) -> None:
+    """`looked`: how the files look is told as well."""
+
+    def told_of(file: Path) -> Known:
+        return compiled.digest(file), compiled.look(file) if looked else None
+
+    sources, files = {ROOM: told_of(source_of(ROOM))}, {ROOM: ("room.so", *told_of(folder / "room.so"))}
+    told = {"python": sys.version, "sources": sources, "files": files}
     (folder / compiled.MANIFEST).write_text(json.dumps({**told, **changed}))
 
 
@@ -42,33 +49,112 @@ def test_other_modules_are_left_to_their_sources(built: Path) -> None:
 
 
 def test_one_source_edited_since_leaves_all_to_the_interpreter(built: Path) -> None:
-    write(built, sources={ROOM: digest(source_of(ROOM)), "kvherd.core.errors": "of another day"})
-    assert rooms_in(built) == {}
+    write(built, sources={ROOM: known(source_of(ROOM)), "kvherd.core.errors": ("of another day", None)})
+    with pytest.raises(Unfit, match=r"kvherd\.core\.errors was edited since"):
+        rooms_in(built)
 
 
 def test_a_source_that_is_gone_leaves_all_to_the_interpreter(built: Path) -> None:
-    write(built, sources={"kvherd.core.no_such_room": "whatever"})
-    assert rooms_in(built) == {}
+    write(built, sources={"kvherd.core.no_such_room": ("whatever", None)})
+    with pytest.raises(Unfit, match=r"there is no no_such_room\.py"):
+        rooms_in(built)
 
 
 def test_what_another_python_built_is_not_used(built: Path) -> None:
     write(built, python="3.11.0 of somebody else")
-    assert rooms_in(built) == {}
+    with pytest.raises(Unfit, match="another Python"):
+        rooms_in(built)
 
 
 def test_a_file_that_is_gone_leaves_all_to_the_interpreter(built: Path) -> None:
     (built / "room.so").unlink()
-    assert rooms_in(built) == {}
+    with pytest.raises(Unfit, match=r"there is no room\.so"):
+        rooms_in(built)
+
+
+@pytest.mark.parametrize("looked", [False, True])
+@pytest.mark.parametrize("content", [b"nat", b"", b"nativE"])
+def test_a_file_that_is_not_as_it_was_built_leaves_all_to_the_interpreter(
+    built: Path, content: bytes, *, looked: bool
+) -> None:
+    """Truncated or altered it would end the process that imports it."""
+    write(built, looked=looked)
+    (built / "room.so").write_bytes(content)
+    with pytest.raises(Unfit, match="is not as it was built"):
+        rooms_in(built)
+
+
+def test_a_file_of_another_day_is_found_out_though_its_size_and_time_are_the_old_ones(built: Path) -> None:
+    """Archives, copies and checkouts set the time of modification; nothing can set that of the last change."""
+    file = built / "room.so"
+    write(built, looked=True)
+    before = file.stat()
+    while file.stat().st_ctime_ns == before.st_ctime_ns:  # until the file system's clock has ticked
+        file.write_bytes(b"nativE")
+    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert (file.stat().st_size, file.stat().st_mtime_ns) == (before.st_size, before.st_mtime_ns)
+    with pytest.raises(Unfit, match="is not as it was built"):
+        rooms_in(built)
+
+
+def test_a_copy_is_read_for_it_looks_different_and_is_the_same(built: Path, tmp_path: Path) -> None:
+    write(built, looked=True)
+    copy = tmp_path / "copy"
+    shutil.copytree(built, copy)
+    assert rooms_in(copy) == {ROOM: copy / "room.so"}
+
+
+def test_a_file_that_still_looks_the_same_is_not_read(built: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(built, looked=True)
+    monkeypatch.setattr(compiled, "digest", None)
+    assert rooms_in(built) == {ROOM: built / "room.so"}
+
+
+def test_a_file_that_was_just_written_has_no_look_to_trust(tmp_path: Path) -> None:
+    """It could be written again within the same tick of the file system's clock."""
+    file = tmp_path / "fresh"
+    file.write_bytes(b"native")
+    assert known(file) == (compiled.digest(file), None)
 
 
 @pytest.mark.parametrize("content", ["", "[]", "{}", '{"python": 1, "sources": 2, "files": 3}', "\0"])
 def test_a_broken_manifest_is_none(built: Path, content: str) -> None:
     (built / compiled.MANIFEST).write_text(content)
-    assert rooms_in(built) == {}
+    with pytest.raises(Unfit):
+        rooms_in(built)
 
 
-def test_nothing_built_is_nothing_found(tmp_path: Path) -> None:
-    assert rooms_in(tmp_path / "nowhere") == {}
+@pytest.mark.parametrize("told", [2, {ROOM: "a digest alone"}, {ROOM: 5}, [1]])
+@pytest.mark.parametrize("part", ["sources", "files"])
+def test_a_manifest_of_another_shape_is_none(built: Path, part: str, told: object) -> None:
+    write(built, looked=False, **{part: told})
+    with pytest.raises(Unfit, match="cannot be read"):
+        rooms_in(built)
+
+
+def test_a_process_is_told_why_what_was_built_is_not_used(built: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiled, "FOLDER", built)
+    monkeypatch.setattr(compiled, "_unused", [])
+    monkeypatch.setattr(sys, "meta_path", [])
+    monkeypatch.delenv(compiled.SWITCH, raising=False)
+    (built / "room.so").write_bytes(b"nat")
+    compiled.install()
+    assert sys.meta_path == []
+    assert compiled.unused() == f"the file of {ROOM} is not as it was built; `make compile` builds them anew"
+
+
+@pytest.mark.parametrize("switch", ["0", "1"])
+def test_nobody_is_told_anything_where_nothing_was_built_or_wanted(
+    built: Path, monkeypatch: pytest.MonkeyPatch, switch: str
+) -> None:
+    (built / "room.so").unlink()
+    if switch == "1":
+        (built / compiled.MANIFEST).unlink()
+    monkeypatch.setattr(compiled, "FOLDER", built)
+    monkeypatch.setattr(compiled, "_unused", [])
+    monkeypatch.setenv(compiled.SWITCH, switch)
+    compiled.install()
+    assert compiled.unused() is None
 
 
 def test_each_room_is_listed_once() -> None:
@@ -120,8 +206,15 @@ def in_a_process_of_its_own(switch: str) -> int:
     return int(done.stdout)
 
 
+def fits(folder: Path) -> bool:
+    try:
+        return bool(rooms_in(folder))
+    except Unfit:
+        return False
+
+
 @pytest.mark.engine
 def test_a_process_uses_all_that_is_built_or_nothing() -> None:
-    here = len(ROOMS) if rooms_in(compiled.FOLDER) else 0
+    here = len(ROOMS) if fits(compiled.FOLDER) else 0
     assert in_a_process_of_its_own("1") == here
     assert in_a_process_of_its_own("0") == 0

@@ -12,9 +12,10 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import time
 from pathlib import Path
 
-from kvherd.compiled import FOLDER, MANIFEST, PACKAGE, digest, source_of
+from kvherd.compiled import FOLDER, MANIFEST, PACKAGE, SETTLED_S, Known, known, source_of
 
 ROOT = PACKAGE.parent.parent
 BUILD = ROOT / "build" / "rooms"
@@ -58,8 +59,8 @@ def build(files: list[str]) -> None:
     setup(name=GROUP, ext_modules=extensions, packages=[])
 
 
-def kept(built: Path) -> None:
-    """Put what was built where it is found, the manifest last."""
+def kept(built: Path, sources: dict[str, Known]) -> None:
+    """Put what was built from these sources where it is found, the manifest last."""
     suffix = sysconfig.get_config_var("EXT_SUFFIX")
     shutil.rmtree(FOLDER, ignore_errors=True)
     FOLDER.mkdir(parents=True)
@@ -68,7 +69,9 @@ def kept(built: Path) -> None:
         source = built.joinpath(*module.split(".")).with_suffix(suffix)
         files[module] = module + suffix
         shutil.copy(source, FOLDER / files[module])
-    told = {"python": sys.version, "sources": {room: digest(source_of(room)) for room in ROOMS}, "files": files}
+    time.sleep(SETTLED_S)  # what was just written could be written again without looking different
+    found = {module: (name, *known(FOLDER / name)) for module, name in files.items()}
+    told = {"python": sys.version, "sources": sources, "files": found}
     (FOLDER / MANIFEST).write_text(json.dumps(told, indent=1))
 
 
@@ -97,6 +100,7 @@ def main() -> int:
         print(f"nothing was compiled: {why}", file=sys.stderr)
         return 1
     source = BUILD / "source"
+    sources = {room: known(source_of(room)) for room in ROOMS}  # before they are copied: one edited later does not fit
     command = [sys.executable, __file__, "--build", *copied(source)]
     done = subprocess.run(command, cwd=source, capture_output=True, text=True, check=False)
     (BUILD / "log").write_text(done.stdout + done.stderr)
@@ -104,7 +108,7 @@ def main() -> int:
         print(f"nothing was compiled; the last lines of {BUILD / 'log'}:", file=sys.stderr)
         print("\n".join((done.stdout + done.stderr).splitlines()[-15:]), file=sys.stderr)
         return 1
-    kept(source)
+    kept(source, sources)
     if (why := unusable()) is not None:
         shutil.rmtree(FOLDER)
         print(f"nothing was compiled, for what came of it cannot be imported: {why}", file=sys.stderr)

@@ -52,5 +52,6 @@ def _kvherd(
 def _print_version(*, asked: bool) -> None:
     if asked:
         rooms = compiled.count()
-        print(f"kvherd {version('kvherd')}, {f'{rooms} rooms' if rooms else 'nothing'} compiled")
+        why = f" ({unused})" if (unused := compiled.unused()) else ""
+        print(f"kvherd {version('kvherd')}, {f'{rooms} rooms' if rooms else 'nothing'} compiled{why}")
         raise typer.Exit

@@ -61,6 +61,8 @@ async def _run(gateway: Gateway, access: AccessFile | None, scheme: str) -> None
     """Serve until cancelled."""
     async with access or nullcontext(), gateway:
         log.info("native code: %d rooms", compiled.count())
+        if (why := compiled.unused()) is not None:
+            log.warning("compiled rooms are left aside, and all is slower: %s", why)
         log.info("serving at %s://%s:%d, orders over gRPC on %d", scheme, gateway.host, gateway.port, gateway.grpc_port)
         await asyncio.Event().wait()
 
