@@ -75,6 +75,12 @@ async def test_detection_reads_everything_that_routing_needs() -> None:
     assert (facts.max_context_tokens, facts.capacity_tokens, facts.events_url) == (400, 8192, worker.id)
 
 
+@pytest.mark.parametrize(("version", "health_s"), [("kvherd-0.1.0", 0), ("0.5.23", 20)])
+async def test_a_stock_sglang_may_take_its_time_to_say_that_it_is_well(version: str, health_s: float) -> None:
+    async with worker_before(EngineScript(version=version)) as worker:
+        assert (await worker.detect()).health_s == health_s
+
+
 async def test_the_load_is_the_sum_over_ranks() -> None:
     async with worker_before(EngineScript()) as worker:
         load = await worker.load()

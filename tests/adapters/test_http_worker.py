@@ -613,6 +613,7 @@ async def test_sglang_is_known_by_its_server_info() -> None:
         facts = await worker.detect()
         assert (facts.kind, facts.block_size, facts.ranks) == (WorkerKind.SGLANG_HTTP, 1, 1)
         assert (facts.capacity_tokens, facts.max_running, facts.version) == (20000, 16, "0.5.23")
+        assert facts.health_s == 20, "it answers between two steps"
         assert await worker.load() == WorkerLoad(running=3, waiting=1, used_tokens=5000, capacity_tokens=20000)
 
 

@@ -22,6 +22,7 @@ from kvherd.adapters.tls import ClientTls, trusting_this_machine
 from kvherd.core.errors import FieldInvalid, WorkerFailed, WorkerRefused, WorkerUnreachable, WorkerUnsupported
 from kvherd.core.ids import Rank, WorkerId
 from kvherd.ports.worker import (
+    SGLANG_HEALTH_S,
     Call,
     Flight,
     FlushAnswer,
@@ -230,7 +231,7 @@ class GrpcWorker:
             server = await stub.GetServerInfo(messages.GetServerInfoRequest())
         if not model.is_generation:
             raise WorkerRefused(self._id, "its model does not generate text")
-        args = struct_values(server.server_args)
+        args, is_ours = struct_values(server.server_args), server.sglang_version.startswith("kvherd-")
         facts = WorkerFacts(
             kind=WorkerKind.SGLANG_GRPC,
             models=(model.served_model_name or model.model_path,),
@@ -242,14 +243,15 @@ class GrpcWorker:
             events_url=self._id,
             version=server.sglang_version,
             addressable=True,
+            health_s=0.0 if is_ours else SGLANG_HEALTH_S,
         )
-        self._can_hold = facts.version.startswith("kvherd-")
+        self._can_hold = is_ours
         traits = ModelTraits(
             name=facts.models[0],
             max_context_tokens=facts.max_context_tokens,
             vocab_size=model.vocab_size,
             eos_token_ids=tuple(model.eos_token_ids),
-            takes_custom_params=facts.version.startswith("kvherd-"),
+            takes_custom_params=is_ours,
         )
         return facts, traits
 

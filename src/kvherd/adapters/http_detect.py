@@ -9,7 +9,7 @@ from kvherd.adapters.http_exchange import HttpAsker
 from kvherd.adapters.http_url import HttpAddress
 from kvherd.core.errors import WorkerLocked, WorkerRefused
 from kvherd.core.ids import WorkerId
-from kvherd.ports.worker import WorkerFacts, WorkerKind
+from kvherd.ports.worker import SGLANG_HEALTH_S, WorkerFacts, WorkerKind
 
 _SGLANG_FIELDS = frozenset({"internal_states", "tp_size", "dp_size", "server_args"})
 _LOCKED = frozenset({401, 403})
@@ -98,6 +98,7 @@ def _sglang(info: Mapping[str, Any], models: _Models) -> WorkerFacts:
         max_running=_whole(state.get("effective_max_running_requests_per_dp")),
         adapters=models.adapters,
         version=str(info.get("version", "")),
+        health_s=SGLANG_HEALTH_S,
     )
 
 

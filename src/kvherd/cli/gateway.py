@@ -15,6 +15,8 @@ from kvherd.cli.gateway_load import (
     MaxRequestsOption,
     MaxWaitingOption,
     MaxWaitOption,
+    ProbeDeadlineOption,
+    ProbePeriodOption,
 )
 from kvherd.cli.gateway_options import GatewayOptions, encode, text_of
 from kvherd.cli.gateway_tls import (
@@ -31,7 +33,7 @@ from kvherd.cli.host_names import HostNameOption
 from kvherd.cli.logs import LogLevel, start_logging
 from kvherd.core.routing.late import LateBounds
 from kvherd.core.routing.policy import POLICY_NAMES
-from kvherd.services.gateway.settings import AdmissionBounds, Bounds, HealMode
+from kvherd.services.gateway.settings import AdmissionBounds, Bounds, HealMode, ProbeBounds
 
 
 def command(
@@ -95,6 +97,8 @@ def command(
     max_retry_s: Annotated[
         float, typer.Option(min=0.25, help="Longest pause between two tries of a worker that cannot be reached.")
     ] = 5.0,
+    probe_period_s: ProbePeriodOption = ProbeBounds().period_s,
+    probe_deadline_s: ProbeDeadlineOption = None,
     first_byte_timeout: FirstByteOption = Bounds().first_byte_s,
     max_requests: MaxRequestsOption = AdmissionBounds().running,
     max_waiting: MaxWaitingOption = AdmissionBounds().waiting,
@@ -147,6 +151,7 @@ def command(
         usage_sample=usage_sample,
         heal=heal,
         max_retry_s=max_retry_s,
+        probe=ProbeBounds(probe_period_s, probe_deadline_s),
         first_byte_s=first_byte_timeout,
         admission=AdmissionBounds(max_requests, max_waiting, max_wait_s),
         late=LateBounds(late_binding_s, max_hold_s),

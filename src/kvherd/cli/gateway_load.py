@@ -1,9 +1,22 @@
-"""Options of the gateway that bound its load."""
+"""Options of the gateway that bound its load, and its patience with workers."""
 
 from typing import Annotated
 
 import typer
 
+ProbePeriodOption = Annotated[
+    float,
+    typer.Option(min=0.5, max=3600.0, help="Seconds between a worker's word that it is well and the next question."),
+]
+ProbeDeadlineOption = Annotated[
+    float | None,
+    typer.Option(
+        min=0.5,
+        max=3600.0,
+        help="Seconds of silence, when a worker is asked whether it is well, that count as one failure; after three it "
+        "is down. By default 3, and 7 of a stock SGLang, which may take 20 to answer.",
+    ),
+]
 FirstByteOption = Annotated[
     float,
     typer.Option(

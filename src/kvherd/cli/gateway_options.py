@@ -6,7 +6,7 @@ import msgspec
 
 from kvherd.cli.logs import LogLevel
 from kvherd.core.routing.late import LateBounds
-from kvherd.services.gateway.settings import AdmissionBounds, HealMode
+from kvherd.services.gateway.settings import AdmissionBounds, HealMode, ProbeBounds
 
 
 class GatewayOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -31,6 +31,7 @@ class GatewayOptions(msgspec.Struct, frozen=True, kw_only=True):
     usage_sample: float
     heal: HealMode
     max_retry_s: float
+    probe: ProbeBounds
     first_byte_s: float
     admission: AdmissionBounds
     late: LateBounds

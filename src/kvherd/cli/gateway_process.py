@@ -81,7 +81,7 @@ def config_of(options: GatewayOptions) -> GatewayConfig:
         config_file=path_of(options.config),
         environment=os.environ,
         names_period_s=options.resolve_s,
-        fleet=FleetConfig(max_retry_s=options.max_retry_s),
+        fleet=FleetConfig(probe=options.probe, max_retry_s=options.max_retry_s),
         path=PathConfig(
             usage_sample=options.usage_sample, heal=options.heal, bounds=Bounds(first_byte_s=options.first_byte_s)
         ),

@@ -8,6 +8,9 @@ from typing import Any, Final, NamedTuple, Protocol
 from kvherd.core.ids import Rank, RequestId, WorkerId
 from kvherd.ports.completions import Usage
 
+SGLANG_HEALTH_S: Final = 20.0
+"""A stock SGLang says that it is well after the next step of its scheduler, and by then that it is not."""
+
 
 class WorkerKind(StrEnum):
     """What a worker turned out to be; detected, never guessed from its URL."""
@@ -27,6 +30,7 @@ class WorkerFacts:
     """What detection learned. `events_url` is where its KV events are, if anywhere; `block_size` 0 is unknown.
 
     `adapters` are those of the models that are LoRA adapters of the first. `addressable`: a call may name its rank.
+    `health_s`: it may need so long to tell its health, by its own rules; 0: it answers at once, if it lives.
     """
 
     kind: WorkerKind
@@ -40,6 +44,7 @@ class WorkerFacts:
     version: str = ""
     adapters: tuple[str, ...] = ()
     addressable: bool = False
+    health_s: float = 0.0
 
 
 class Call(NamedTuple):

@@ -260,7 +260,7 @@ async def test_the_engine_is_told_what_is_left_of_the_deadline() -> None:
         await until(lambda: at.engine.ended == ["Mute"])
         left_s = at.engine.seen[0][2]
         assert left_s is not None
-        assert 0.2 < left_s <= 0.4
+        assert 0.2 < left_s < 0.45, "what is left, but for the rounding of two clocks"
         no_deadline = at.ask("Hold")
         await no_deadline.initial_metadata()
         assert at.engine.seen[1][2] is None

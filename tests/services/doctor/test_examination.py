@@ -569,6 +569,17 @@ async def test_a_sick_server_is_a_problem() -> None:
     assert (found.verdict, found.seen) == (Verdict.PROBLEM, "http://ann:1 failed: its engine died")
 
 
+async def test_a_server_that_may_take_its_time_to_say_that_it_is_well_gets_it() -> None:
+    patient = Patient()
+    patient.worker.facts = replace(patient.worker.facts, health_s=20.0)
+
+    async def slow() -> None:
+        await asyncio.sleep(20.0)
+
+    patient.worker.probe = slow  # type: ignore[method-assign]
+    assert (await patient.examined())["health"].verdict is Verdict.OK
+
+
 async def test_the_json_says_it_all() -> None:
     told = (await Patient(door=FakeDoor()).diagnosis()).as_json()
     assert (told["url"], told["reachable"], told["fine"]) == (ANN, True, True)

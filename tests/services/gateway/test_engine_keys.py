@@ -19,6 +19,7 @@ from kvherd.ports.completions import Tokenizer
 from kvherd.ports.kv_feed import FeedItem, Subscribed
 from kvherd.services.gateway.fleet_edges import FleetConfig
 from kvherd.services.gateway.gateway import Gateway, GatewayConfig
+from kvherd.services.gateway.settings import ProbeBounds
 from kvherd.testing.kv_feeds import OpenFeed
 from kvherd.testing.stock_vllm import StockVllm
 from kvherd.testing.tokenizer import ByteTokenizer
@@ -77,7 +78,7 @@ async def gateway(path: Path | None = None, *workers: WorkerSpec, **environment:
         policy="round_robin",
         config_file=path,
         environment=environment,
-        fleet=FleetConfig(probe_period_s=0.1, max_retry_s=0.3),
+        fleet=FleetConfig(probe=ProbeBounds(period_s=0.1), max_retry_s=0.3),
     )
     factory = partial(worker_at, engine_api_key=COMMON)
     made = Gateway(config, worker_factory=factory, feed_factory=lambda _: NoFeed(), tokenizer_factory=tokenizer)

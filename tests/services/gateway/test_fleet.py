@@ -17,6 +17,7 @@ from kvherd.ports.kv_feed import EventSource, KvFeed
 from kvherd.ports.worker import WorkerFacts, WorkerKind, WorkerLoad
 from kvherd.services.gateway.fleet import Fleet
 from kvherd.services.gateway.fleet_edges import FleetConfig
+from kvherd.services.gateway.settings import ProbeBounds
 from kvherd.testing.tokenizer import ByteTokenizer
 from kvherd.testing.workers import HOURS, FakeWorker
 
@@ -155,7 +156,7 @@ async def test_a_slow_probe_makes_suspect_first_and_down_only_in_a_row() -> None
 
 async def test_a_failed_request_brings_a_probe_at_once() -> None:
     ann = fake()
-    async with yard(ann, config=FleetConfig(probe_period_s=600.0)) as it:
+    async with yard(ann, config=FleetConfig(probe=ProbeBounds(period_s=600.0))) as it:
         member = it.add(ann)
         await asyncio.sleep(0.1)
         ann.fails = GONE

@@ -26,6 +26,7 @@ from kvherd.services.gateway.fleet import Fleet
 from kvherd.services.gateway.fleet_edges import FleetConfig
 from kvherd.services.gateway.parity import FIRST_PAUSE_S, PROBE_S, compare, counted
 from kvherd.services.gateway.prompts import read_prompt
+from kvherd.services.gateway.settings import ProbeBounds
 from kvherd.testing.tokenizer import ByteTokenizer
 from kvherd.testing.workers import FakeWorker
 from kvherd.wire.openai.requests import decode_chat
@@ -200,7 +201,7 @@ async def test_a_worker_is_compared_when_it_joins_and_again_when_it_returns() ->
         feed_factory=lambda _: None,  # type: ignore[arg-type,return-value]
         tokenizer_factory=tokenizer,
         following=Nobody(),
-        config=FleetConfig(probe_period_s=1.0),
+        config=FleetConfig(probe=ProbeBounds(period_s=1.0)),
     )
     async with fleet:
         joined = fleet.add(WorkerSpec(ANN, tokenizer="/models/m"))

@@ -82,6 +82,8 @@ class Member:
     ranks: int = 1
     addressable: bool = False
     """A request can name the rank that shall serve it."""
+    health_s: float = 0.0
+    """How long it may need to tell its health."""
     max_context_tokens: int = 0
     capacity_tokens: int = 0
     max_running: int = 0

@@ -20,7 +20,7 @@ from kvherd import __version__
 from kvherd.core.errors import FieldInvalid, Unsupported, WorkerError, WorkerTimedOut
 from kvherd.core.ids import Rank
 from kvherd.ports.kv_stream import Flushed, KvEventDoor
-from kvherd.ports.worker import Worker
+from kvherd.ports.worker import SGLANG_HEALTH_S, Worker
 from kvherd.services.bridge import engine_answers
 from kvherd.services.kv_relay.grpc_edge import Context, Handler, hand_out, rpc
 from kvherd.wire.sglang_pb import HOLD_KEY, RANKS_KEY
@@ -32,6 +32,8 @@ T = TypeVar("T")
 
 ANSWER_S = 5.0
 """How long the engine may take to answer, beside what it may wait until it is idle."""
+HEALTH_S = SGLANG_HEALTH_S + 1.0
+"""How long it may take to say whether it is well."""
 LONGEST_FLUSH_S = 3600.0
 PROFILE_S = 600.0
 """How long the engine may take to begin or to end a profile: traces are large."""
@@ -78,7 +80,7 @@ class _Door:
     async def HealthCheck(self, request: Message, context: Context) -> Message:  # noqa: N802 - the protocol names it
         """The engine's health, not the bridge's: that is `grpc.health.v1`."""
         try:
-            await self._asked(self._engine.probe())
+            await self._asked(self._engine.probe(), within_s=HEALTH_S)
         except WorkerError as error:
             return self.pb.HealthCheckResponse(healthy=False, message=str(error))
         return self.pb.HealthCheckResponse(healthy=True, message="ok")

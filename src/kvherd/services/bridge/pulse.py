@@ -6,7 +6,7 @@ from contextlib import asynccontextmanager
 from typing import NoReturn
 
 from kvherd.core.errors import WorkerError
-from kvherd.services.bridge.engine_doors import ANSWER_S
+from kvherd.services.bridge.engine_doors import HEALTH_S
 
 
 class Pulse:
@@ -21,10 +21,10 @@ class Pulse:
     async def watch(self) -> NoReturn:
         while True:
             try:
-                async with asyncio.timeout(ANSWER_S):
+                async with asyncio.timeout(HEALTH_S):
                     await self._probe()
             except (WorkerError, TimeoutError) as error:
-                self.up, self.problem = False, str(error) or f"no answer within {ANSWER_S:g} s"
+                self.up, self.problem = False, str(error) or f"no answer within {HEALTH_S:g} s"
             else:
                 self.up, self.problem = True, ""
             await asyncio.sleep(self._period_s)

@@ -59,9 +59,10 @@ async def examine(complaint: Complaint, instruments: Instruments, *, nonce: str)
 
 async def _learn(chart: Chart, instruments: Instruments, findings: list[Finding]) -> Tokenizer | None:
     """All that needs no request, at once."""
+    health_s = max(STEP_S, chart.facts.health_s + 1.0)
     async with asyncio.TaskGroup() as group:
         told = group.create_task(_quietly(SERVER_INFO_S, identity.server_info(chart, instruments)))
-        health = group.create_task(_within(STEP_S, "health", _one(identity.health(instruments))))
+        health = group.create_task(_within(health_s, "health", _one(identity.health(instruments))))
         flush = group.create_task(_within(STEP_S, "flush", _one(identity.flush(chart, instruments))))
         tokens = group.create_task(_tokens(chart, instruments))
     await told

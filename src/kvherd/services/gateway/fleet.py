@@ -36,6 +36,7 @@ from kvherd.services.gateway.fleet_edges import (
 )
 from kvherd.services.gateway.orders import Addressee
 from kvherd.services.gateway.parity import compare
+from kvherd.services.gateway.probing import log_change, probe_deadline_s, probed
 from kvherd.services.gateway.tokenizers import Tokenizers
 
 log: Final = logging.getLogger(__name__)
@@ -174,7 +175,7 @@ class Fleet:
         patience_s = self.now_s() + self._config.retire_s
         try:
             while under_way & member.in_flight.keys() and self.now_s() < patience_s:  # noqa: ASYNC110 - rare, and rough
-                await asyncio.sleep(self._config.probe_period_s)
+                await asyncio.sleep(self._config.probe.period_s)
         finally:
             await former.close()
 
@@ -229,7 +230,7 @@ class Fleet:
         """A request there failed: a passive sign. The worker is probed at once to be sure."""
         member.failures_total += 1
         member.breaker.failed(request, self.now_s(), self._dice())
-        member.health.failed(self._why(error))
+        self._failed(member, error)
         if member.worker in self._wakes:
             self._wakes[member.worker].set()
 
@@ -260,7 +261,7 @@ class Fleet:
             await self._compare_tokens(member, worker)
             wake.clear()
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(self._config.probe_period_s):
+                async with asyncio.timeout(self._config.probe.period_s):
                     await wake.wait()
                     # Passive signs come in bursts; one probe answers them all.
                     await asyncio.sleep(self._config.retry_s)
@@ -284,7 +285,7 @@ class Fleet:
         before = (member.models, member.ranks) if member.detected else None
         member.detected, member.kind, member.version = True, facts.kind.value, facts.version
         member.models, member.block_size, member.ranks = facts.models, facts.block_size, facts.ranks
-        member.adapters = facts.adapters
+        member.adapters, member.health_s = facts.adapters, facts.health_s
         member.max_context_tokens, member.capacity_tokens = facts.max_context_tokens, facts.capacity_tokens
         member.max_running, member.addressable = facts.max_running, facts.addressable
         if member.events_url is None:
@@ -321,18 +322,22 @@ class Fleet:
 
     async def _check(self, member: Member, worker: Worker) -> None:
         """Probe it and ask for its load. One that returns from being down may be another process: detect it anew."""
-        before, began_s = member.health.verdict, self.now_s()
-        try:
-            async with asyncio.timeout(self._config.probe_deadline_s):
-                await worker.probe()
-        except TimeoutError:
+        times = member.health.down_after
+        deadline_s = probe_deadline_s(self._config.probe.deadline_s, member.health_s, times)
+
+        def silent(so_far_s: float) -> None:
             # Some engines answer a probe between two steps only: under load, requests tell of life sooner.
-            if isinstance(before, Down) or member.answered_at_s < began_s:
-                late = WorkerTimedOut(member.worker, self._config.probe_deadline_s)
-                member.health.failed(self._why(late))
+            if member.health.down or member.answered_at_s < self.now_s() - deadline_s:
+                self._failed(member, WorkerTimedOut(member.worker, so_far_s))
+
+        try:
+            await probed(worker, deadline_s=deadline_s, times=times, silent=silent)
+        except TimeoutError:
+            return
         except WorkerError as error:
-            member.health.failed(self._why(error), certain=isinstance(error, WorkerUnreachable))
+            self._failed(member, error, certain=isinstance(error, WorkerUnreachable))
         else:
+            before = member.health.verdict
             if isinstance(before, Down):
                 if not await self._detect(member, worker):
                     return
@@ -340,13 +345,18 @@ class Fleet:
                 self._following.returned(member.worker)
                 self._on_restart(member.worker)
             member.health.succeeded()
+            log_change(member, before)
             await self._ask_load(member, worker)
-        _log_change(member, was_up=isinstance(before, Up))
+
+    def _failed(self, member: Member, error: WorkerError, *, certain: bool = False) -> None:
+        before = member.health.verdict
+        member.health.failed(self._why(error), certain=certain)
+        log_change(member, before)
 
     async def _ask_load(self, member: Member, worker: Worker) -> None:
         outstanding, sent = len(member.in_flight), member.requests_total
         try:
-            async with asyncio.timeout(self._config.probe_deadline_s):
+            async with asyncio.timeout(self._config.load_deadline_s):
                 load = await worker.load()
         except (TimeoutError, WorkerError):
             return  # many servers tell no load; what the gateway sent there is counted anyway
@@ -385,9 +395,3 @@ class Fleet:
 
     def now_s(self) -> float:
         return self._clock()
-
-
-def _log_change(member: Member, *, was_up: bool) -> None:
-    up = isinstance(member.health.verdict, Up)
-    if up != was_up:
-        log.warning("worker %s is %s%s", member.worker, member.state, f": {member.reason}" if member.reason else "")

@@ -1,13 +1,14 @@
 """What a fleet is given: how its parts are made, who follows its KV events, and its bounds."""
 
 from collections.abc import Awaitable, Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from kvherd.core.ids import WorkerId
 from kvherd.ports.completions import Tokenizer
 from kvherd.ports.kv_feed import EventSource, KvFeed
 from kvherd.ports.worker import Worker
+from kvherd.services.gateway.settings import ProbeBounds
 
 WorkerFactory = Callable[[str, str | None], Worker]
 """Makes a worker from its URL and its engine's own key, if it has one; connects to nothing yet."""
@@ -27,8 +28,8 @@ the event loop. It blocks for up to a second itself.
 
 @dataclass(frozen=True, slots=True)
 class FleetConfig:
-    probe_period_s: float = 2.0
-    probe_deadline_s: float = 2.0
+    probe: ProbeBounds = field(default_factory=ProbeBounds)
+    load_deadline_s: float = 2.0
     detect_deadline_s: float = 5.0
     tokenizer_deadline_s: float = 30.0
     retry_s: float = 0.25

@@ -19,6 +19,16 @@ class Bounds:
 
 
 @dataclass(frozen=True, slots=True)
+class ProbeBounds:
+    """`period_s` is how long after a worker's answer it is asked again whether it is well, `deadline_s` how much
+    silence counts as one failure; None: what the worker's kind needs.
+    """
+
+    period_s: float = 2.0
+    deadline_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class AdmissionBounds:
     running: int = 4096
     waiting: int = 1024
