@@ -150,7 +150,7 @@ def command(
     else:
         events = events or HTTP_EVENTS
     feeds = frame_feeds(events, replay, ranks=ranks, bind_events=bind_events) if events else {}
-    require_free(host, [port], option="--listen")
+    require_free(host, [port], option="--listen", host_option="--listen")
     if metrics_port is not None:
         require_free(LOOPBACK, [metrics_port], option="--metrics-port")
     plan = BridgePlan(

@@ -1,8 +1,11 @@
 """Options of the gateway that bound its load, and its patience with workers."""
 
-from typing import Annotated
+from typing import Annotated, Final
 
 import typer
+
+_DAY_S: Final = 86_400.0
+_MOST: Final = 1_000_000
 
 ProbePeriodOption = Annotated[
     float,
@@ -21,17 +24,20 @@ FirstByteOption = Annotated[
     float,
     typer.Option(
         min=0.1,
+        max=_DAY_S,
         help="Seconds that a worker may take to begin an answer; then another is tried. An answer that does not "
         "stream begins when it is complete. A worker that is found to be down meanwhile has 15.",
     ),
 ]
 MaxRequestsOption = Annotated[
-    int, typer.Option(min=1, help="Requests of the data path under way at once; others wait for their turn.")
+    int, typer.Option(min=1, max=_MOST, help="Requests of the data path under way at once; others wait for their turn.")
 ]
 MaxWaitingOption = Annotated[
-    int, typer.Option(min=0, help="Requests that may wait for their turn; what comes beyond is a 429.")
+    int, typer.Option(min=0, max=_MOST, help="Requests that may wait for their turn; what comes beyond is a 429.")
 ]
-MaxWaitOption = Annotated[float, typer.Option(min=0.1, help="Seconds that a request waits for its turn; then a 503.")]
+MaxWaitOption = Annotated[
+    float, typer.Option(min=0.1, max=_DAY_S, help="Seconds that a request waits for its turn; then a 503.")
+]
 LateBindingOption = Annotated[
     float,
     typer.Option(

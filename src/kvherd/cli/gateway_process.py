@@ -18,6 +18,7 @@ from kvherd.cli.ports import require_free
 from kvherd.cli.process_limits import prepare_process
 from kvherd.cli.tls_files import own_tls, worker_tls
 from kvherd.cli.worker_words import worker_spec
+from kvherd.core.errors import OptionInvalid
 from kvherd.core.fleet.host_names import checked_host_name, is_loopback
 from kvherd.services.gateway.chat import PathConfig
 from kvherd.services.gateway.fleet_edges import FleetConfig
@@ -38,6 +39,8 @@ def serve(encoded: bytes) -> None:
     tls = own_tls(path_of(options.tls_cert), path_of(options.tls_key), path_of(options.tls_client_ca))
     certificate, key, authorities = map(path_of, (options.worker_cert, options.worker_key, options.worker_ca))
     to_workers = worker_tls(certificate, key, authorities, options.worker_tls_name)
+    if config.port == config.grpc_port:
+        raise OptionInvalid("--grpc-port", f"{config.port} is that of --port, too; give each its own")
     require_free(config.host, [config.port], option="--port")
     require_free(config.host, [config.grpc_port], option="--grpc-port")
     access = AccessFile(options.access_log) if options.access_log else None
