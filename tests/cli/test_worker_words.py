@@ -24,6 +24,11 @@ def test_a_word_names_a_worker_and_all_that_is_said_of_it() -> None:
         ("grpc://a:1,bind=yes", "bind is 1 or 0"),
         ("grpc://a:1,weight=fast", "weight is a number, not 'fast'"),
         ("grpc://a:1,tokenizer=/nowhere", "there is no directory /nowhere"),
+        ("grpc://a:1,weight=nan", "--worker: 'grpc://a:1': weight: must be above 0"),
+        ("http://a:1,events=b", "--worker: 'http://a:1': events: 'b' is not of the form grpc://HOST:PORT"),
+        ("http://a:1,events=grpc://{host}:1", r"only \{host\} may stand there"),
+        ("banana", "--worker: url: 'banana' is not of the form"),
+        ("http://u:secret@a:1,weight=fast", "--worker: 'http://…@a:1': weight is a number"),
         ("grpc://a:1,label.=x,label.=y", "is not of the form URL"),
     ],
 )

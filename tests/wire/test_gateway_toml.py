@@ -59,7 +59,11 @@ def test_an_empty_file_says_nothing() -> None:
     [
         ('[[workers]]\nurl = "a', 2, "Unterminated string"),
         ("x = 1", 1, "x: is unknown here; there are workers, aliases, models, keys, late_binding, host_names"),
-        ('[[workers]]\nurl = "http://a:1"\n\n[[workers]]\nurl = 5', 5, "workers[1].url: expected str, got int"),
+        (
+            '[[workers]]\nurl = "http://a:1"\n\n[[workers]]\nurl = 5',
+            5,
+            "workers[1].url: must be a string, not a whole number",
+        ),
         ('[[workers]]\nurl = "http://a:1"\nevnts = "x"', 3, "evnts: is unknown here; there are url, events"),
         ("# first\n[[workers]]\nweight = 2", 2, "workers[0]: misses url"),
         ('[[workers]]\nurl = "a:1"', 2, "url: 'a:1' is not of the form grpc|grpcs|http|https://HOST:PORT"),
@@ -78,9 +82,18 @@ def test_an_empty_file_says_nothing() -> None:
         ),
         ('[[workers]]\nurl = "grpc://a:1"\nengine_key_env = "K"', 1, "engine_key: is for engines on HTTP"),
         ('[[workers]]\nurl = "http://a:1"\nengine_key = "K"', 3, "engine_key: is unknown here; there are url"),
+        ('[workers]\nurl = "http://a:1"', 1, "workers: must be a list, not a table; each begins with [[workers]]"),
+        (
+            '[[workers]]\nurl = "http://a:1"\nevents = "grpc://{host}:1"',
+            3,
+            "events: 'grpc://{host}:1': only {host} may stand there, where each address of a name is a worker",
+        ),
+        ('[[workers]]\nurl = "http://a:1"\nresolve = true\nevents = "grpc://{hots}:1"', 4, "events: 'grpc://{hots}:1'"),
+        ('models = ["m", ""]', 1, "models: a model has a name"),
+        ('[[keys]]\nname = "a\\u0000"\nenv = "A"', 2, "name: must be of 1 to 128 printable characters"),
         ('[aliases]\nfast = ""', 2, "aliases: an alias and its model each have a name"),
         ('[aliases]\nfast = "slow"\nslow = "m"', 2, "aliases: 'fast' stands for 'slow', itself an alias"),
-        ("[aliases]\nfast = 1", 1, "aliases[...]: expected str, got int"),
+        ("[aliases]\nfast = 1", 1, "aliases[...]: must be a string, not a whole number"),
         ('[[keys]]\nname = "a"', 2, "key 'a': give one of file and env, where it is"),
         ('[[keys]]\nname = "a"\nkey = "secret"', 3, "key: is unknown here; there are name, file, env"),
         ('[[keys]]\nname = "a"\nenv = "A"\n[[keys]]\nname = "a"\nenv = "B"', 5, "name: stands here a second time: 'a'"),
@@ -104,6 +117,10 @@ def test_what_is_wrong_is_named_with_its_line(text: str, line: int, problem: str
 def test_a_file_that_is_nested_without_end_is_refused() -> None:
     with pytest.raises(ConfigInvalid):
         decode_gateway_file(b"models = " + b"[" * 100_000, "f")
+
+
+def test_a_mark_of_the_encoding_is_passed_over() -> None:
+    assert decode_gateway_file(b'\xef\xbb\xbfmodels = ["m"]', "f").models == ("m",)
 
 
 def test_bytes_that_are_no_text_are_refused_with_their_line() -> None:

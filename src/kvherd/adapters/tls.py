@@ -332,6 +332,8 @@ def _bytes_of(path: Path | None, option: str) -> bytes | None:
     if path is None:
         return None
     try:
+        if path.exists() and not (path.is_file() or path.is_dir()):
+            raise OptionInvalid(option, f"cannot read {path}: it is no regular file")
         return path.read_bytes()
     except OSError as error:
         raise OptionInvalid(option, f"cannot read {path}: {error.strerror}") from None

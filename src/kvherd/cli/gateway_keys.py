@@ -9,10 +9,12 @@ import typer
 
 from kvherd.cli.gateway_client import ADMIN_KEY
 from kvherd.core.errors import OptionInvalid
+from kvherd.services.gateway.small_files import read_small
 
 log = logging.getLogger(__name__)
 
 DATA_KEY = "KVHERD_API_KEY"
+_MOST_KEY_BYTES = 8192
 
 DataKeyOption = Annotated[
     str | None,
@@ -48,7 +50,7 @@ def admin_key_given(value: str | None, file: Path | None) -> str | None:
     if file is None:
         return secret_given("--admin-key", value, ADMIN_KEY)
     try:
-        secret = file.read_text("ascii").strip()
+        secret = read_small(file, most_bytes=_MOST_KEY_BYTES).decode("ascii").strip()
     except (OSError, UnicodeError) as error:
         reason = getattr(error, "strerror", None) or "it is not ASCII"
         raise OptionInvalid("--admin-key-file", f"cannot read {file}: {reason}") from None

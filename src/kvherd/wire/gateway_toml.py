@@ -29,21 +29,16 @@ import msgspec
 from kvherd.core.errors import OptionInvalid
 from kvherd.core.fleet.host_names import checked_host_name
 from kvherd.core.fleet.keyring import KeyLimits
-from kvherd.core.fleet.spec import (
-    ConfigInvalid,
-    WorkerSpec,
-    checked_key_place,
-    checked_labels,
-    checked_weight,
-    events_address,
-)
+from kvherd.core.fleet.spec import ConfigInvalid, WorkerSpec, checked_spec
 from kvherd.core.routing.late import LateBounds
+from kvherd.wire.type_words import type_words
 
 _AT: Final = re.compile(r"\(at line (\d+), column \d+\)")
 _PLACE: Final = re.compile(r"^\$\.(\w+)(?:\[(\d+|\.\.\.)\])?(?:\.(\w+))?")
 _UNKNOWN: Final = re.compile(r"unknown field `(.+)`")
 _LEAST_RATE: Final = 0.001
 _LEAST_WEIGHT: Final = 0.01
+_LONGEST_NAME: Final = 128
 _LATE: Final = LateBounds()
 _MOST_BYTES: Final = 4 * 2**20
 
@@ -108,6 +103,7 @@ class _File(msgspec.Struct, forbid_unknown_fields=True):
 
 
 _TABLES: Final = {"workers": _Worker, "keys": _Key, "late_binding": _Late}
+_LISTED: Final = ("workers", "keys")
 
 
 def decode_gateway_file(data: bytes, name: str) -> GatewayFile:
@@ -115,7 +111,7 @@ def decode_gateway_file(data: bytes, name: str) -> GatewayFile:
     if len(data) > _MOST_BYTES:
         raise ConfigInvalid(name, 0, f"is larger than {_MOST_BYTES} bytes")
     try:
-        text = data.decode()
+        text = data.decode("utf-8-sig")  # some editors begin what they save with a mark of its encoding
         table = tomllib.loads(text)
     except UnicodeDecodeError as error:
         raise ConfigInvalid(name, data.count(b"\n", 0, error.start) + 1, "is not UTF-8") from None
@@ -140,7 +136,7 @@ class _Reader:
         return GatewayFile(
             self._workers(read.workers),
             self._aliases(read.aliases),
-            tuple(dict.fromkeys(read.models)),
+            self._models(read.models),
             self._keys(read.keys),
             self._late(read.late_binding),
             self._host_names(read.host_names),
@@ -151,12 +147,7 @@ class _Reader:
         for index, one in enumerate(workers):
             spec = WorkerSpec(**{name: getattr(one, name) for name in one.__struct_fields__})
             try:
-                worker = spec.worker
-                checked_labels(spec.labels)
-                checked_weight(spec.weight)
-                checked_key_place(spec)
-                if not spec.resolve:  # a place for the address may stand there
-                    events_address(spec)
+                worker = checked_spec(spec).worker
             except OptionInvalid as error:
                 raise self._wrong("workers", index, error.option.partition(".")[0], str(error)) from None
             if worker in specs:
@@ -172,12 +163,20 @@ class _Reader:
                 raise self._wrong("aliases", None, alias, f"aliases: {alias!r} stands for {model!r}, itself an alias")
         return aliases
 
+    def _models(self, models: list[str]) -> tuple[str, ...]:
+        if "" in models:
+            raise self._wrong(None, None, "models", "models: a model has a name")
+        return tuple(dict.fromkeys(models))
+
     def _keys(self, keys: list[_Key]) -> tuple[KeyEntry, ...]:
         entries: dict[str, KeyEntry] = {}
         for index, key in enumerate(keys):
             if not key.name or key.name in entries:
                 problem = f"stands here a second time: {key.name!r}" if key.name else "is empty"
                 raise self._wrong("keys", index, "name", f"name: {problem}")
+            if not key.name.isprintable() or len(key.name) > _LONGEST_NAME:
+                problem = f"name: must be of 1 to {_LONGEST_NAME} printable characters; it stands in the log"
+                raise self._wrong("keys", index, "name", problem)
             if (key.file is None) == (key.env is None):
                 raise self._wrong("keys", index, "name", f"key {key.name!r}: give one of file and env, where it is")
             if key.in_flight is not None and key.in_flight < 1:
@@ -217,8 +216,11 @@ class _Reader:
             problem = f"{unknown[1]}: is unknown here; there are {', '.join(known.__struct_fields__)}"
             key = unknown[1]
         else:
-            said = problem.replace("`", "").replace("Object missing required field", "misses")
-            problem = f"{path.rstrip('`').removeprefix('$.')}: {said[:1].lower()}{said[1:]}"
+            said = type_words(problem, of_objects="a table").replace("Object missing required field", "misses")
+            whole = said.replace("`", "")
+            problem = f"{path.rstrip('`').removeprefix('$.')}: {whole[:1].lower()}{whole[1:]}"
+            if key is None and index is None and table in _LISTED:
+                problem += f"; each begins with [[{table}]]"
         return self._wrong(table, int(index) if index and index.isdecimal() else None, key, problem)
 
     def _wrong(self, table: str | None, index: int | None, key: str | None, problem: str) -> ConfigInvalid:

@@ -23,6 +23,8 @@ SIDECAR: Final = "sidecar"
 HOST: Final = "{host}"
 """Stands for a worker's own address where one entry names several workers."""
 
+_ANY_ADDRESS: Final = "192.0.2.1"
+
 SCHEMES: Final = ("grpc", "grpcs", "http", "https")
 
 MOST_LABELS: Final = 32
@@ -153,6 +155,22 @@ def checked_key_place(spec: WorkerSpec) -> None:
         raise OptionInvalid("engine_key_env", "stands beside engine_key_file; the key is in one place")
     if spec.engine_key_file is not None or spec.engine_key_env is not None:
         checked_engine_key(spec.worker, "-")
+
+
+def checked_spec(spec: WorkerSpec) -> WorkerSpec:
+    """As it is. Raises `OptionInvalid` for what can be told to be wrong of an entry by itself; where each address of a
+    name will be a worker, of one that stands for all of them.
+    """
+    one = spec.at(_ANY_ADDRESS) if spec.resolve else spec
+    checked_weight(spec.weight)
+    checked_key_place(spec)
+    checked_labels(one.labels)
+    events_address(one)
+    for name, text in (("url", one.worker), ("events", one.events), ("replay", one.replay)):
+        if text and ("{" in text or "}" in text):
+            problem = f"{text!r}: only {HOST} may stand there, where each address of a name is a worker (resolve)"
+            raise OptionInvalid(name, problem)
+    return spec
 
 
 def is_bearer(key: str) -> bool:

@@ -16,6 +16,7 @@ from kvherd.core.errors import OptionInvalid
 from kvherd.core.fleet.keyring import DataKey, key_digest
 from kvherd.core.fleet.spec import ConfigInvalid
 from kvherd.services.gateway.key_places import read_key, with_engine_keys
+from kvherd.services.gateway.small_files import read_small
 from kvherd.wire.gateway_toml import GatewayFile, KeyEntry, decode_gateway_file
 
 log = logging.getLogger(__name__)
@@ -100,7 +101,7 @@ class ConfigFile:
 
     def _load(self) -> tuple[GatewayFile, list[DataKey]]:
         try:
-            data = self.path.read_bytes()
+            data = read_small(self.path)
         except OSError as error:
             raise ConfigInvalid(str(self.path), 0, f"cannot be read: {error.strerror}") from None
         told = decode_gateway_file(data, str(self.path))

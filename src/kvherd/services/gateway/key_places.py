@@ -6,6 +6,9 @@ from pathlib import Path
 
 from kvherd.core.errors import OptionInvalid
 from kvherd.core.fleet.spec import WorkerSpec, checked_key_place, is_bearer
+from kvherd.services.gateway.small_files import read_small
+
+_MOST_KEY_BYTES = 8192
 
 
 def read_key(whose: str, file: str | None, variable: str | None, environment: Mapping[str, str], *, least: int) -> str:
@@ -15,7 +18,7 @@ def read_key(whose: str, file: str | None, variable: str | None, environment: Ma
     else:
         where = str(file)
         try:
-            secret = Path(where).read_text("ascii").strip()
+            secret = read_small(Path(where), most_bytes=_MOST_KEY_BYTES).decode("ascii").strip()
         except (OSError, UnicodeError, ValueError) as error:
             reason = getattr(error, "strerror", None) or "it is not ASCII"
             raise OptionInvalid(whose, f"cannot read {where}: {reason}") from None

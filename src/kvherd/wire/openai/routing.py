@@ -4,6 +4,7 @@ import msgspec
 
 from kvherd.core.errors import BodyNotJson, FieldInvalid
 from kvherd.wire.openai.body import body_not_json
+from kvherd.wire.type_words import type_words
 
 RANK_HEADER = b"x-data-parallel-rank"
 """How vLLM is told which rank is to serve a request."""
@@ -61,5 +62,4 @@ def _invalid(body: bytes, words: str) -> FieldInvalid | BodyNotJson:
         return FieldInvalid("body", "must be a JSON object")
     if not at:
         return body_not_json(body, ValueError(words))
-    expected = problem.replace("`", "").replace("Expected ", "expected ").replace(" | null", "")
-    return FieldInvalid(path.rstrip("`"), expected)
+    return FieldInvalid(path.rstrip("`"), type_words(problem))
