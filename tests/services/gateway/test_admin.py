@@ -152,6 +152,42 @@ async def test_a_worker_that_cannot_be_is_refused_in_a_sentence(body: object, se
     assert answer.json()["error"]["message"] == sentence
 
 
+@pytest.mark.parametrize(
+    ("said", "mend"),
+    [
+        ({"weight": 3}, "PATCH changes that"),
+        ({"labels": {"zone": "b"}}, "PATCH changes that"),
+        ({"draining": True}, "PATCH changes that"),
+        ({"engine_key": "another-key"}, "PATCH changes that"),
+        ({"events": "grpc://bob:3"}, "DELETE it first"),
+        ({"events": "tcp://bob:3"}, "DELETE it first"),
+        ({"tokenizer": "/models/other"}, "DELETE it first"),
+    ],
+)
+async def test_who_says_something_else_of_a_member_is_told_that_it_is_not_done(
+    said: dict[str, object], mend: str
+) -> None:
+    first = {"url": BOB, "events": "grpc://bob:2", "labels": {"zone": "a", "rack": "7"}, "weight": 2.0}
+    async with gateway() as client:
+        assert (await client.post("/workers", json=first)).status_code == 201
+        for same in (first, {"url": BOB}, {"url": BOB, "labels": {"zone": "a"}}):
+            assert (await client.post("/workers", json=same)).status_code == 200
+        answer = await client.post("/workers", json={"url": BOB} | said)
+    (name,) = said
+    sentence = f"{name}: {BOB} is a member already, and this is not what it has; {mend}"
+    assert (answer.status_code, answer.json()["error"]["message"]) == (400, sentence)
+
+
+async def test_a_worker_that_is_leaving_is_not_said_to_be_added() -> None:
+    async with gateway_and_fleet(fake(BOB)) as (client, fleet):
+        member = fleet.roster.get(BOB)
+        assert member is not None
+        member.leaves_at_s = asyncio.get_running_loop().time() + HOURS
+        answer = await client.post("/workers", json={"url": BOB})
+    sentence = f"url: {BOB} is leaving; add it again when it has left"
+    assert (answer.status_code, answer.json()["error"]["message"]) == (400, sentence)
+
+
 async def test_an_unknown_worker_is_not_found() -> None:
     async with gateway() as client:
         for method in ("GET", "DELETE"):
@@ -286,7 +322,7 @@ async def test_a_flush_without_workers_is_unavailable() -> None:
     assert (answer.status_code, answer.json()["success"], answer.headers["retry-after"]) == (503, False, "5")
 
 
-@pytest.mark.parametrize("text", ["-1", "nan", "inf", "soon", "3601", ""])
+@pytest.mark.parametrize("text", ["-1", "nan", "inf", "soon", "3601", "", "1_0"])
 async def test_a_timeout_that_is_none_is_refused(text: str) -> None:
     async with gateway(fake(ANN)) as client:
         answer = await client.post(f"/flush_cache?timeout={text}")
@@ -364,6 +400,8 @@ async def test_what_is_not_here_is_said_in_json() -> None:
         ("GET", "/v1/chat/completions", "POST"),
         ("PUT", "/v1/responses", "POST"),
         ("HEAD", "/generate", "POST"),
+        ("PUT", "/workers", "GET, HEAD, POST"),
+        ("POST", "/workers/bob", "DELETE, GET, HEAD, PATCH"),
     ],
 )
 async def test_a_method_that_a_path_does_not_take_is_told_those_that_it_does(

@@ -2,7 +2,7 @@
 
 import json
 
-from kvherd.core.errors import FieldInvalid, ModelUnknown, NoWorker
+from kvherd.core.errors import FieldInvalid, ModelUnknown, NoWorker, OptionInvalid
 from kvherd.wire.openai.errors import error_body
 
 
@@ -33,3 +33,10 @@ def test_what_a_client_wrote_is_repeated_in_part_only() -> None:
         told = json.loads(error_body(error)[1])["error"]
         assert len(told["message"]) < 10_000
         assert len(told["param"]) < 300
+
+
+def test_a_field_of_a_worker_is_named_and_an_option_of_the_command_line_is_none() -> None:
+    told = [
+        json.loads(error_body(OptionInvalid(name, "must be"))[1])["error"]["param"] for name in ("weight", "--port")
+    ]
+    assert told == ["weight", None]

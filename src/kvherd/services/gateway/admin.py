@@ -247,7 +247,7 @@ def _seconds(request: Request, default: float | None) -> float | None:
     if text is None:
         return default
     try:
-        return float(text)
+        return float(text.replace("_", "no digit"))  # 1_000 is Python's own way to write a number, and nobody else's
     except ValueError:
         raise FieldInvalid("timeout", f"must be a number of seconds, not {text[:40]!r}") from None
 
@@ -271,13 +271,19 @@ async def _own_error(_: Request, error: Exception) -> Response:
     return Response(body, status_code=status, headers=headers, media_type="application/json")
 
 
+def _methods(request: Request) -> set[str]:
+    """Those that the path takes, by all routes that it has."""
+    routes = [one for one in request.app.routes if isinstance(one, Route) and one.path_regex.match(request.url.path)]
+    return {method for one in routes for method in one.methods or ()}
+
+
 async def _http_error(request: Request, error: Exception) -> Response:
     """Starlette's own: a path that is not here, or a method that it does not take."""
     status = error.status_code if isinstance(error, HTTPException) else 500
     headers = dict(error.headers or {}) if isinstance(error, HTTPException) else {}
     sentence, code = f"{request.method} {request.url.path} is not served here", "not_found"
     if "Allow" in headers:
-        headers["Allow"] = allowed = ", ".join(sorted(headers["Allow"].split(", ")))
+        headers["Allow"] = allowed = ", ".join(sorted(_methods(request)))
         if request.method == "OPTIONS":
             return Response(status_code=204, headers=headers)
         sentence, code = f"{sentence}; this path takes {allowed}", "method_not_allowed"

@@ -5,12 +5,12 @@ import contextlib
 import math
 from collections.abc import Callable, Mapping
 
-from kvherd.core.errors import FieldInvalid, NotAllowed, WorkerError, WorkerUnknown
+from kvherd.core.errors import FieldInvalid, NotAllowed, OptionInvalid, WorkerError, WorkerUnknown
 from kvherd.core.fleet.fanout import FanoutReport
 from kvherd.core.fleet.host_names import HostNames, is_loopback
 from kvherd.core.fleet.keyring import Keyring, key_digest, same_secret
 from kvherd.core.fleet.roster import Member
-from kvherd.core.fleet.spec import WorkerChange, WorkerSpec
+from kvherd.core.fleet.spec import WorkerChange, WorkerSpec, events_address
 from kvherd.core.ids import WorkerId
 from kvherd.ports.tls import WorkerTls
 from kvherd.services.gateway.config_file import ConfigFile
@@ -22,6 +22,7 @@ from kvherd.wire.engine_metrics import merge_metrics
 from kvherd.wire.fleet_json import Json, KvView, under_way, worker_entry
 
 LONGEST_FLUSH_S = 3600.0
+_CHANGED_IN_PLACE = ("labels", "weight", "draining", "engine_key")
 METRICS_S = 5.0
 _NOT_THESE = "and no proxies or web pages; set one (--admin-key)"
 
@@ -151,10 +152,18 @@ class Console:
         return [f"no worker takes requests for {model} now" for model in roster.unserved(now_s)]
 
     def add(self, spec: WorkerSpec) -> tuple[Json, bool]:
-        """The worker's entry, and whether it is new. Raises `OptionInvalid`."""
-        before = len(self.fleet.roster)
+        """The worker's entry, and whether it is new. Raises `OptionInvalid`, also for a worker that is leaving, and for
+        one that is a member and of which something else is said now: nobody must take that for done.
+        """
+        known = self.fleet.roster.get(spec.worker)
         member = self.fleet.add(spec)
-        return self.entry(member, asyncio.get_running_loop().time()), len(self.fleet.roster) > before
+        if known is not None and known.leaves_at_s is not None:
+            raise OptionInvalid("url", f"{known.worker} is leaving; add it again when it has left")
+        other = None if known is None else _said_otherwise(spec, known)
+        if other is not None:
+            changed = "PATCH changes that" if other in _CHANGED_IN_PLACE else "DELETE it first"
+            raise OptionInvalid(other, f"{member.worker} is a member already, and this is not what it has; {changed}")
+        return self.entry(member, asyncio.get_running_loop().time()), known is None
 
     def change(self, name: str, change: WorkerChange) -> Json:
         """The worker's entry as it is now. Raises `WorkerUnknown` or `OptionInvalid`."""
@@ -174,3 +183,20 @@ class Console:
         if member is None:
             raise WorkerUnknown(name)
         return member
+
+
+def _said_otherwise(spec: WorkerSpec, known: Member) -> str | None:
+    """What is said of a member that it has not got, by its name; what is left out is not said. A key cannot be seen to
+    be the same, so that it is always something else.
+    """
+    differs = {
+        "events": spec.events is not None and events_address(spec) != known.events_url,
+        "replay": spec.replay is not None and spec.replay != known.replay_url,
+        "bind": spec.bind and not known.binds_events,
+        "tokenizer": spec.tokenizer is not None and spec.tokenizer != known.tokenizer_from,
+        "labels": not spec.labels.items() <= known.labels.items(),
+        "weight": spec.weight not in (1.0, known.weight),
+        "draining": spec.draining and not known.draining,
+        "engine_key": bool(spec.engine_key),
+    }
+    return next((name for name, differ in differs.items() if differ), None)

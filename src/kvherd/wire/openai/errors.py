@@ -2,7 +2,7 @@
 
 import msgspec
 
-from kvherd.core.errors import FieldInvalid, ModelUnknown
+from kvherd.core.errors import FieldInvalid, ModelUnknown, OptionInvalid
 from kvherd.wire.status import public_message, status_of
 
 _MOST_CHARACTERS = 256
@@ -28,4 +28,6 @@ def error_object(error: BaseException) -> dict[str, str | int | None]:
 def _param(error: BaseException) -> str | None:
     if isinstance(error, FieldInvalid):
         return error.field[:_MOST_CHARACTERS]
+    if isinstance(error, OptionInvalid) and not error.option.startswith("-"):  # a field of POST /workers
+        return error.option[:_MOST_CHARACTERS]
     return "model" if isinstance(error, ModelUnknown) else None
