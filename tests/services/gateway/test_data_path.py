@@ -746,6 +746,29 @@ async def test_a_request_that_is_refused_has_a_line_too(caplog: pytest.LogCaptur
     assert "secret" not in caplog.text
 
 
+async def test_a_request_that_no_worker_answers_has_the_status_that_its_client_was_told(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with herd(fake(ANN)) as it:
+        it.workers[ANN].fails = WorkerFailed(ANN, "broke")
+        with caplog.at_level(logging.INFO, "kvherd.access"), pytest.raises(WorkerFailed):
+            await it.ask("secret words")
+    line = json.loads(caplog.records[-1].message)
+    assert (line["worker"], line["outcome"], line["status"], line["tries"]) == (ANN, "WorkerFailed", 502, 1)
+    assert "secret" not in caplog.text
+
+
+async def test_a_client_that_left_before_an_answer_was_told_no_status(caplog: pytest.LogCaptureFixture) -> None:
+    async with herd(fake(ANN, first_byte_s=3600.0)) as it:
+        asking = asyncio.ensure_future(it.ask("secret words"))
+        await asyncio.sleep(1.0)
+        with caplog.at_level(logging.INFO, "kvherd.access"):
+            asking.cancel()
+            await asyncio.wait([asking])
+    line = json.loads(caplog.records[-1].message)
+    assert (line["outcome"], line["status"]) == ("left", None)
+
+
 async def test_a_stream_teaches_the_prefill_rate() -> None:
     async with herd(fake(ANN, first_byte_s=2.0)) as it:
         await it.ask("x" * 400, stream=True)

@@ -47,8 +47,8 @@ class AccessLog:
             told = {"at": _now(), "request": asked.request, "key": asked.key or None, "path": asked.path}
             self._put(encoded({**told, "outcome": type(error).__name__, "status": status.http}))
 
-    def ended(self, turn: Turn, *, now_s: float) -> None:
-        """A turn is over, whatever its outcome."""
+    def ended(self, turn: Turn, *, now_s: float, error: BaseException | None = None) -> None:
+        """A turn is over, whatever its outcome; `error` is what its client was told in place of an answer."""
         first_s, usage = turn.first_token_at_s, turn.usage
         ttft_s = None if first_s is None else first_s - turn.began_s
         itl_s = None
@@ -59,7 +59,7 @@ class AccessLog:
         if usage is not None:
             self._metrics.used(worker, turn.model, usage, itl_s)
         if self._written:
-            self._put(self._line(turn, ttft_s, itl_s, now_s - turn.began_s))
+            self._put(self._line(turn, ttft_s, itl_s, now_s - turn.began_s, _status(turn, error)))
 
     @property
     def _written(self) -> bool:
@@ -71,7 +71,7 @@ class AccessLog:
         else:
             log.info(line.decode())
 
-    def _line(self, turn: Turn, ttft_s: float | None, itl_s: float | None, seconds: float) -> bytes:
+    def _line(self, turn: Turn, ttft_s: float | None, itl_s: float | None, seconds: float, status: int | None) -> bytes:
         usage, answered = turn.usage, turn.outcome == "answered"
         line = AccessLine(
             _now(),
@@ -83,7 +83,7 @@ class AccessLog:
             turn.rank,
             turn.asked.streams,
             turn.outcome,
-            turn.witness.status or None,
+            status,
             len(turn.tried) + answered,
             usage.prompt_tokens if usage else None,
             usage.completion_tokens if usage else None,
@@ -97,6 +97,13 @@ class AccessLog:
         if turn.explain:
             line.explain = as_it_is(turn.explanation or b"null")
         return encoded(line)
+
+
+def _status(turn: Turn, error: BaseException | None) -> int | None:
+    """What the client was answered with; None if it left before that."""
+    if turn.witness.status or not isinstance(error, Exception):
+        return turn.witness.status or None
+    return status_of(error).http
 
 
 _PARTS: Final = [f".{millis:03d}+00:00" for millis in range(1000)]

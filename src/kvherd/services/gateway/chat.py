@@ -293,7 +293,7 @@ class DataPath:
         self._alive.discard(turn.request)
         if turn.outcome == "answered" and turn.member is not None and turn.witness.status == 200:
             self.tries.learn(turn, turn.member, now_s)
-        self._access.ended(turn, now_s=now_s)
+        self._access.ended(turn, now_s=now_s, error=error)
 
     @property
     def _clock(self) -> asyncio.AbstractEventLoop:
