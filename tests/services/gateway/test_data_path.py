@@ -751,10 +751,10 @@ async def test_a_request_that_no_worker_answers_has_the_status_that_its_client_w
 ) -> None:
     async with herd(fake(ANN)) as it:
         it.workers[ANN].fails = WorkerFailed(ANN, "broke")
-        with caplog.at_level(logging.INFO, "kvherd.access"), pytest.raises(WorkerFailed):
+        with caplog.at_level(logging.INFO, "kvherd.access"), pytest.raises(NoWorker):
             await it.ask("secret words")
     line = json.loads(caplog.records[-1].message)
-    assert (line["worker"], line["outcome"], line["status"], line["tries"]) == (ANN, "WorkerFailed", 502, 1)
+    assert (line["worker"], line["outcome"], line["status"], line["tries"]) == (ANN, "NoWorker", 503, 1)
     assert "secret" not in caplog.text
 
 
