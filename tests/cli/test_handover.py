@@ -9,7 +9,7 @@ import pytest
 from kvherd.cli import gateway, handover
 from kvherd.cli.gateway_options import GatewayOptions, decode
 from kvherd.cli.main import main
-from kvherd.services.gateway.settings import HealMode, ProbeBounds
+from kvherd.services.gateway.settings import HealMode
 
 
 class Executed(Exception):
@@ -49,7 +49,7 @@ def test_what_was_asked_for_arrives_once_and_not_in_the_words_or_the_environment
     assert given is not None
     options = decode(given)
     assert (options.workers, options.port, options.heal) == (("http://a:1",), 1234, HealMode.FLUSH)
-    assert options.probe == ProbeBounds()
+    assert (options.probe_period_s, options.probe_deadline_s) == (2.0, None)
     assert (options.data_key, options.admin_key) == ("a-key-of-clients", "the-key-of-operators")
     assert "key-of" not in repr(options)
     assert handover.handed_over() is None

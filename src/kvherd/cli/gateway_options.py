@@ -6,10 +6,12 @@ import msgspec
 
 from kvherd.cli.logs import LogLevel
 from kvherd.core.routing.late import LateBounds
-from kvherd.services.gateway.settings import AdmissionBounds, HealMode, ProbeBounds
+from kvherd.services.gateway.settings import AdmissionBounds, HealMode
 
 
 class GatewayOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """Of a compiled class among them only plain types survive: it says `type` where its source says `float | None`."""
+
     workers: tuple[str, ...]
     config: str | None
     policy: str
@@ -31,7 +33,8 @@ class GatewayOptions(msgspec.Struct, frozen=True, kw_only=True):
     usage_sample: float
     heal: HealMode
     max_retry_s: float
-    probe: ProbeBounds
+    probe_period_s: float
+    probe_deadline_s: float | None
     first_byte_s: float
     admission: AdmissionBounds
     late: LateBounds

@@ -23,7 +23,7 @@ from kvherd.core.fleet.host_names import checked_host_name, is_loopback
 from kvherd.services.gateway.chat import PathConfig
 from kvherd.services.gateway.fleet_edges import FleetConfig
 from kvherd.services.gateway.gateway import Gateway, GatewayConfig
-from kvherd.services.gateway.settings import Bounds
+from kvherd.services.gateway.settings import Bounds, ProbeBounds
 
 log = logging.getLogger(__name__)
 
@@ -84,7 +84,9 @@ def config_of(options: GatewayOptions) -> GatewayConfig:
         config_file=path_of(options.config),
         environment=os.environ,
         names_period_s=options.resolve_s,
-        fleet=FleetConfig(probe=options.probe, max_retry_s=options.max_retry_s),
+        fleet=FleetConfig(
+            probe=ProbeBounds(options.probe_period_s, options.probe_deadline_s), max_retry_s=options.max_retry_s
+        ),
         path=PathConfig(
             usage_sample=options.usage_sample, heal=options.heal, bounds=Bounds(first_byte_s=options.first_byte_s)
         ),
