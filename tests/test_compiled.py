@@ -7,11 +7,14 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import is_dataclass
 from pathlib import Path
+from typing import get_type_hints
 
 import pytest
 
 from kvherd import compiled
+from kvherd.cli.gateway_options import GatewayOptions
 from kvherd.compiled import CompiledRooms, Known, Unfit, known, rooms_in, source_of
 
 ROOMS = (Path(__file__).parent.parent / "tools" / "rooms.txt").read_text().split()
@@ -218,3 +221,11 @@ def test_a_process_uses_all_that_is_built_or_nothing() -> None:
     here = len(ROOMS) if fits(compiled.FOLDER) else 0
     assert in_a_process_of_its_own("1") == here
     assert in_a_process_of_its_own("0") == 0
+
+
+def test_what_options_are_decoded_into_tells_its_types_when_compiled() -> None:
+    """mypyc leaves `float | None` of a dataclass's annotations as `type`, which nothing can be decoded into."""
+    told = [kind for kind in get_type_hints(GatewayOptions).values() if is_dataclass(kind)]
+    assert told
+    within = {kind: hints for kind in told if kind.__module__ in ROOMS for hints in [get_type_hints(kind).values()]}
+    assert [kind for kind, hints in within.items() if not {*hints} <= {bool, bytes, float, int, str}] == []
