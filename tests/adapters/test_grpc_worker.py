@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 from grpc_reflection.v1alpha import reflection
 from smg_grpc_proto.generated import common_pb2, vllm_engine_pb2, vllm_engine_pb2_grpc
 
+from kvherd.adapters import grpc_generations
 from kvherd.adapters.grpc_tokenizer import fetch_tokenizer
 from kvherd.adapters.grpc_worker import GrpcWorker
 from kvherd.adapters.model_files import locate
@@ -55,6 +57,29 @@ def call(path: str, body: dict[str, Any], **more: Any) -> Call:
 
 def chat(**fields: Any) -> Call:
     return call("/v1/chat/completions", {"model": "herd", "messages": HI, **fields})
+
+
+@pytest.mark.parametrize("kind", ["chat", "text", "native"])
+async def test_the_loop_does_not_decode_long_bodies(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    ids, threads = [5] * 150_000, set()
+    decoders = {"chat": "decode_chat", "text": "decode_long_completion", "native": "decode_long_generate"}
+    real = getattr(grpc_generations, decoders[kind])
+
+    def decode(body: bytes, **more: int) -> Any:
+        threads.add(threading.get_ident())
+        return real(body, **more)
+
+    monkeypatch.setattr(grpc_generations, decoders[kind], decode)
+    asked = {
+        "chat": chat(messages=[{"role": "user", "content": "so " * 100_000}]),
+        "text": call("/v1/completions", {"model": "herd", "prompt": ids}),
+        "native": call("/generate", {"input_ids": ids}),
+    }[kind]
+    async with worker_before(EngineScript()) as worker:
+        with pytest.raises(PromptTooLong):
+            await worker.forward(asked, FakeResponder())
+    assert threads
+    assert threading.get_ident() not in threads
 
 
 async def answer_of(worker: GrpcWorker, asked: Call) -> Any:

@@ -104,6 +104,21 @@ def test_words_have_the_tokens_that_they_have_in_the_whole(name: str, text: str)
 
 
 @pytest.mark.parametrize("name", CUTS)
+@given(text=TEXTS, characters=st.integers(1, 9))
+def test_a_long_text_has_in_pieces_the_tokens_that_it_has_in_the_whole(name: str, text: str, characters: int) -> None:
+    words = word_encoding(made(name), piece_characters=characters)
+    assert words is not None
+    assert words.encode(text) == words_of(name).encode(text)
+
+
+def test_others_have_their_turn_between_the_pieces_of_a_long_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    turns: list[float] = []
+    monkeypatch.setattr("time.sleep", turns.append)
+    assert words_of("llama 3").encode("the river runs " * 100_000) is not None
+    assert len(turns) > 10
+
+
+@pytest.mark.parametrize("name", CUTS)
 def test_plain_text_is_looked_up_and_what_is_not_known_left_to_the_tokenizer(name: str) -> None:
     words = words_of(name)
     assert words.encode("<s>user\nWhat's in  the 12 boxes?\n\n") is not None

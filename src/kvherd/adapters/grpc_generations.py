@@ -1,10 +1,12 @@
 """The data path of a gRPC worker: HTTP bodies in, tokens over the wire, HTTP answers out."""
 
 import asyncio
+import sys
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Protocol, TypeVar
 
 import grpc.aio
 import msgspec
@@ -30,6 +32,7 @@ from kvherd.core.fleet.refusals import DeadlinePassed
 from kvherd.core.ids import Rank, WorkerId
 from kvherd.core.text.calls import ChatCall, CompletionCall
 from kvherd.ports.worker import Call, Responder
+from kvherd.wire.long_lists import decode_long_completion, decode_long_generate
 from kvherd.wire.openai.requests import decode_chat, decode_completion
 from kvherd.wire.openai.tokens import TokenizeText, decode_detokenize, decode_tokenize
 from kvherd.wire.sglang_native import decode_generate
@@ -37,6 +40,8 @@ from kvherd.wire.status import worker_error
 from kvherd.wire.usual_chunk import UsualChunks
 from kvherd.wire.worker_pb import ResponseReader, encode_request
 
+_T = TypeVar("_T")
+_Out_co = TypeVar("_Out_co", covariant=True)
 Answer = Callable[[Call, Responder], Awaitable[None]]
 Ends = tuple[float, float] | None
 """As in a `Call`."""
@@ -46,6 +51,10 @@ _JSON = [(b"content-type", b"application/json")]
 _CLOCKS_DIFFER_S = 0.1
 _MANY_TOKENS = 4096
 """The text of so many takes a millisecond or more, for which others should not wait."""
+_LONG_BODY_BYTES = 256 * 1024
+"""Reading it takes 10 ms or more."""
+_LONG_TEXT_BYTES = 32 * 1024
+"""Making tokens of it does."""
 _LONGEST_S = 1e8
 _EVENT_STREAM = [(b"content-type", b"text/event-stream"), (b"cache-control", b"no-cache")]
 
@@ -210,10 +219,11 @@ class GrpcGenerations:
     # --- one method a path ------------------------------------------------------------------------------------
 
     async def _chat(self, call: Call, responder: Responder) -> None:
-        await self._openai(decode_chat(call.body), call, responder, brought=True)
+        chat = await self._decoded(call.body, decode_chat)
+        await self._openai(chat, call, responder, brought=True)
 
     async def _text(self, call: Call, responder: Responder) -> None:
-        text = decode_completion(call.body)
+        text = await self._decoded(call.body, decode_completion, decode_long_completion)
         # token ids of the caller's own are the prompt, and checked as such
         brought = len(text.prompts) == 1 and isinstance(text.prompts[0], str)
         await self._openai(text, call, responder, brought=brought)
@@ -221,7 +231,8 @@ class GrpcGenerations:
     async def _openai(
         self, openai: ChatCall | CompletionCall, call: Call, responder: Responder, *, brought: bool
     ) -> None:
-        prompts = [list(call.prompt_token_ids)] if brought and call.prompt_token_ids else None
+        given = [list(call.prompt_token_ids)] if brought and call.prompt_token_ids else None
+        prompts = given or await self._long_prompts(openai, call)
         watch = _Watch(self._generate_for(call), call.on_first_token)
         completions, request, on_usage = self._completions, call.request, call.on_usage
         if openai.options.stream and self._wires is not None:
@@ -239,26 +250,51 @@ class GrpcGenerations:
         return _send(call, responder, body)
 
     async def _generate_natively(self, call: Call, responder: Responder) -> None:
-        native = decode_generate(call.body)
+        native = await self._decoded(call.body, decode_generate, decode_long_generate)
+        prompts = await self._long_prompts(native.call, call)
         watch = _Watch(self._generate_for(call), call.on_first_token)
+        request, on_usage = call.request, call.on_usage
         if native.call.options.stream:
-            frames = self._native.stream(native, request=call.request, generate=watch.generate, on_usage=call.on_usage)
+            frames = self._native.stream(
+                native, request=request, generate=watch.generate, prompts=prompts, on_usage=on_usage
+            )
             return await self._stream(frames, watch, call, responder)
-        body = await self._native.whole(native, request=call.request, generate=watch.generate, on_usage=call.on_usage)
+        body = await self._native.whole(
+            native, request=request, generate=watch.generate, prompts=prompts, on_usage=on_usage
+        )
         return _send(call, responder, body)
 
+    async def _decoded(
+        self, body: bytes, decode: Callable[[bytes], _T], decode_long: "_DecodeLong[_T] | None" = None
+    ) -> _T:
+        """Of a long body the loop does not wait for what it says."""
+        if len(body) < _LONG_BODY_BYTES:
+            return decode(body)
+        if decode_long is None:
+            return await asyncio.to_thread(decode, body)
+        return await asyncio.to_thread(decode_long, body, most_tokens=self._traits.max_context_tokens or sys.maxsize)
+
+    async def _long_prompts(self, openai: ChatCall | CompletionCall, call: Call) -> list[list[int]] | None:
+        """The tokens of what others should not wait for; None if it is short."""
+        if len(call.body) < _LONG_TEXT_BYTES:
+            return None
+        return await asyncio.to_thread(self._completions.prompt_ids, openai)
+
     async def _tokenize(self, call: Call, responder: Responder) -> None:
-        asked = decode_tokenize(call.body)
-        if isinstance(asked, TokenizeText):
-            self._tokenizer.check_length(asked.prompt)
-            token_ids = self._tokenizer.encode(asked.prompt, add_special_tokens=asked.add_special_tokens)
-        else:
-            token_ids = self._completions.prompt_ids(asked)[0]
+        long = len(call.body) >= _LONG_TEXT_BYTES
+        token_ids = await asyncio.to_thread(self._tokens_of, call.body) if long else self._tokens_of(call.body)
         answer = {"tokens": token_ids, "count": len(token_ids), "max_model_len": self._traits.max_context_tokens}
         _send(call, responder, msgspec.json.encode(answer))
 
+    def _tokens_of(self, body: bytes) -> list[int]:
+        asked = decode_tokenize(body)
+        if not isinstance(asked, TokenizeText):
+            return self._completions.prompt_ids(asked)[0]
+        self._tokenizer.check_length(asked.prompt)
+        return self._tokenizer.encode(asked.prompt, add_special_tokens=asked.add_special_tokens)
+
     async def _detokenize(self, call: Call, responder: Responder) -> None:
-        token_ids = decode_detokenize(call.body)
+        token_ids = await self._decoded(call.body, decode_detokenize)
         vocab_size = self._traits.vocab_size
         strange = max(token_ids, default=0)
         if strange >= vocab_size > 0:
@@ -282,6 +318,10 @@ class GrpcGenerations:
         if watch.failure is None:
             return responder.end()
         return self._break_off(watch.failure, responder)
+
+
+class _DecodeLong(Protocol[_Out_co]):
+    def __call__(self, body: bytes, /, *, most_tokens: int) -> _Out_co: ...
 
 
 class _Watch:

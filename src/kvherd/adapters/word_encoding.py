@@ -8,7 +8,8 @@ alike is tried once, at the start.
 
 import json
 import re
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
 from tokenizers import Tokenizer, models
@@ -20,6 +21,9 @@ from kvherd.adapters.vocabulary import byte_characters
 MOST_WORDS: Final = 32_768
 MOST_CHARACTERS: Final = 48
 """What is longer is hardly a word, and is not remembered."""
+
+PIECE_CHARACTERS: Final = 64 * 1024
+"""Takes 10 ms or so; between two of them other threads have their turn."""
 
 _GPT2: Final = r"'s|'t|'re|'ve|'m|'ll|'d| ?[A-Za-z]+| ?[0-9]+| ?[^\sA-Za-z0-9]+|\s+(?!\S)|\s+"
 _DIGITS_APART: Final = r"'s|'t|'re|'ve|'m|'ll|'d| ?[A-Za-z]+|[0-9]| ?[^\sA-Za-z0-9]+|\s+(?![^\s0-9])|\s+"
@@ -53,9 +57,12 @@ _TRIAL: Final = "".join(
 class WordEncoding:
     """Encodes as the tokenizer does, without the tokens that stand around a text. Safe in threads."""
 
-    def __init__(self, tokenizer: Tokenizer, words: re.Pattern[str], *, apart: bool) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, words: re.Pattern[str], *, apart: bool, piece_characters: int = PIECE_CHARACTERS
+    ) -> None:
         """`apart`: words of ASCII are the same whatever stands beside them at `_WORD_ENDS`."""
         self._apart = apart
+        self._piece = piece_characters
         self._tokenizer = tokenizer
         self._model = tokenizer.model
         self._words = words.findall
@@ -75,17 +82,27 @@ class WordEncoding:
             ids = []
         if self._added.search(text):
             return None
+        if self._apart and len(text) > self._piece:
+            for piece in _pieces(text, self._piece):
+                if not self._encode_piece(piece, ids):
+                    return None
+                time.sleep(0)  # compiled code lets no other thread have its turn unless it waits for something
+            return ids
+        return ids if self._encode_piece(text, ids) else None
+
+    def _encode_piece(self, text: str, ids: list[int]) -> bool:
+        """Whether this can tell."""
         if text.isascii():
             self._look_up(self._words(text), ids)
-            return ids
+            return True
         if not self._apart:
-            return None
+            return False
         for part in _WORD_ENDS.split(text):
             if part.isascii():
                 self._look_up(self._words(part), ids)
             else:
                 ids += self._known.get(part) or self._learn(part, self._whole(part))
-        return ids
+        return True
 
     def _whole(self, part: str) -> Sequence[int]:
         ids: list[int] = self._tokenizer.encode(part, add_special_tokens=False).ids
@@ -108,7 +125,17 @@ class WordEncoding:
         return ids
 
 
-def word_encoding(tokenizer: Tokenizer) -> WordEncoding | None:
+def _pieces(text: str, characters: int) -> Iterator[str]:
+    """Cut where words end."""
+    begin = 0
+    while begin < len(text):
+        found = _WORD_ENDS.search(text, begin + characters)
+        end = found.start() if found is not None else len(text)
+        yield text[begin:end]
+        begin = end
+
+
+def word_encoding(tokenizer: Tokenizer, *, piece_characters: int = PIECE_CHARACTERS) -> WordEncoding | None:
     """None for a tokenizer that is not read here in all that matters."""
     added = tokenizer.get_added_tokens_decoder().values()
     plain = not any(one.lstrip or one.rstrip or one.single_word for one in added)
@@ -120,7 +147,9 @@ def word_encoding(tokenizer: Tokenizer) -> WordEncoding | None:
     if pattern is None:
         return None
     words = re.compile(pattern[0], re.ASCII)
-    return WordEncoding(tokenizer, words, apart=pattern[1]) if _cuts_alike(tokenizer, words) else None
+    if not _cuts_alike(tokenizer, words):
+        return None
+    return WordEncoding(tokenizer, words, apart=pattern[1], piece_characters=piece_characters)
 
 
 def _state(part: Normalizer | PreTokenizer | None) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import logging
+import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator
 from contextlib import asynccontextmanager
 from contextvars import ContextVar
@@ -262,6 +263,41 @@ async def test_small_pages_earn_credit_by_sixteen_tokens_and_pairs_by_one_token_
         answer = await it.ask(text[:tokens].decode())
     assert answer.headers["x-kvherd-worker"] == ANN
     assert answer.headers["x-kvherd-predicted-cached-tokens"] == predicted
+
+
+@pytest.mark.net
+async def test_a_long_body_is_read_in_a_thread_and_goes_where_its_prefix_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads = set()
+
+    def encode(tokenizer: ByteTokenizer, text: str, *, add_special_tokens: bool = False) -> list[int]:
+        threads.add(threading.get_ident() if text else None)
+        return list(text.encode())
+
+    monkeypatch.setattr(ByteTokenizer, "encode", encode)
+    async with herd(fake(ANN), fake(BOB)) as it:
+        it.store(BOB, "hello worl")
+        answer = await it.ask("hello world" + " and so on" * 110_000)
+        ids = await it.send({"model": "m", "prompt": list(b"hello world") + [7] * 600_000})
+        sent = [call.prompt_token_ids for call in it.workers[BOB].calls]
+    assert [one.headers["x-kvherd-worker"] for one in (answer, ids)] == [BOB, BOB]
+    assert [one.headers["x-kvherd-predicted-cached-tokens"] for one in (answer, ids)] == ["10", "10"]
+    assert [bytes(list(one or ())[:14]) for one in sent] == [b"hello world an", b"hello world\7\7\7"]
+    assert threading.get_ident() not in threads
+
+
+@pytest.mark.net
+async def test_a_long_body_that_is_no_json_is_refused_as_a_short_one() -> None:
+    async with herd(fake(ANN)) as it:
+        with pytest.raises(BodyNotJson):
+            await it.send(b'{"model":"m","prompt":[' + b"1," * 1_000_000 + b"]}")
+
+
+@pytest.mark.net
+async def test_a_long_body_for_an_alias_names_the_model_when_it_is_sent() -> None:
+    async with herd(fake(ANN)) as it:
+        await it.send({"prompt": [7] * 600_000})
+        (call,) = it.workers[ANN].calls
+    assert json.loads(call.body) == {"prompt": [7] * 600_000, "model": "m"}
 
 
 TWO_RANKS = replace(FACTS, ranks=2, addressable=True)

@@ -20,7 +20,7 @@ class PrefixMemory:
     def sent(self, place: Place, chain: Sequence[PrefixHash]) -> None:
         """A prompt of these blocks went there. Its leading blocks count as used last, as in a radix tree."""
         blocks = self._sent.setdefault(place, OrderedDict())
-        for block in reversed(chain):
+        for block in reversed(chain[: self._bound]):  # what is beyond would be forgotten at once
             blocks[block] = None
             blocks.move_to_end(block)
         while len(blocks) > self._bound:

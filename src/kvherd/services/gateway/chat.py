@@ -36,9 +36,10 @@ from kvherd.services.gateway.fleet import Fleet
 from kvherd.services.gateway.heal import FullReports, Incomplete
 from kvherd.services.gateway.late_binding import LateBinding
 from kvherd.services.gateway.launching import Launched
+from kvherd.services.gateway.long_bodies import LongBodies
 from kvherd.services.gateway.metrics import GatewayMetrics
 from kvherd.services.gateway.patience import TIMEOUT, GiveUp, Patience, Wait, seconds_told
-from kvherd.services.gateway.prompts import Prompt, read_prompt, read_prompt_now
+from kvherd.services.gateway.prompts import Prompt, is_long, read_prompt, read_prompt_now
 from kvherd.services.gateway.relay.edge import STORED
 from kvherd.services.gateway.settings import Bounds, HealMode
 from kvherd.services.gateway.tries import Tries
@@ -105,6 +106,8 @@ class DataPath:
         self._patience = Patience(config.bounds)
         self._encodings = EncodingCache()
         self._conversations = Conversations(self._encodings)
+        self._credit = credit
+        self._long = LongBodies()
         self._access = access or AccessLog(metrics)
         self._budget = RetryBudget()
         self._alive: set[RequestId] = set()
@@ -113,9 +116,12 @@ class DataPath:
     async def __call__(self, incoming: Incoming, responder: Responder, keeper: WorkerId | None = None) -> None:
         """`keeper` is the one worker that can answer, for it keeps what is asked for."""
         try:
-            turn = self._read(incoming, responder, keeper)
-            if self._policy.remembers_prompts:
-                turn.prompt = await read_prompt(*self._to_read(turn), conversations=self._conversations)
+            if is_long(incoming.path, incoming.body):
+                turn = await self._read_long(incoming, responder, keeper)
+            else:
+                turn = self._read(incoming, responder, keeper)
+                if self._policy.remembers_prompts:
+                    turn.prompt = await read_prompt(*self._to_read(turn), conversations=self._conversations)
         except KvherdError as error:
             self._access.refused(incoming, error)
             raise
@@ -124,7 +130,7 @@ class DataPath:
 
     def launch(self, incoming: Incoming, responder: Responder, landed: Landed) -> Flight | None:
         """The same for a request of which nothing has to be awaited but the worker's answer."""
-        if incoming.path.startswith(STORED):
+        if incoming.path.startswith(STORED) or is_long(incoming.path, incoming.body):
             return None
         try:
             turn = self._read(incoming, responder, None)
@@ -147,9 +153,35 @@ class DataPath:
         began_s = self._clock.time()
         asked = UNTOLD if not incoming.body and incoming.path.startswith(STORED) else peek(incoming.body)
         model = self._model(asked.model, keeper)
-        if asked.model != model and (asked.model or incoming.path in NAMING_PATHS):
+        if _needs_name(incoming, asked, model):
             incoming = Renamed(incoming, with_model(incoming.body, model))
             asked = peek(incoming.body)
+        return self._turn(incoming, responder, keeper, asked, model, began_s)
+
+    async def _read_long(self, incoming: Incoming, responder: Responder, keeper: WorkerId | None) -> Turn:
+        """The same, and its prompt, of a body for which the loop does not wait."""
+        began_s, long = self._clock.time(), self._long
+        asked, cut = await long.peek(incoming.body)
+        model = self._model(asked.model, keeper)
+        if _needs_name(incoming, asked, model):
+            incoming = Renamed(incoming, await long.with_model(incoming.body, model, cut))
+            asked, cut = await long.peek(incoming.body)
+        turn = self._turn(incoming, responder, keeper, asked, model, began_s)
+        if self._policy.remembers_prompts:
+            tokenizer = self._fleet.tokenizer(turn.model) if self._policy.needs_tokens else None
+            turn.prompt = await long.prompt(incoming.path, incoming.body, asked, cut, tokenizer)
+            await long.name(turn.prompt, self._credit.hasher, self._credit.naming(turn.prompt, self._fleet.roster))
+        return turn
+
+    def _turn(  # noqa: PLR0917 - what is known of every request
+        self,
+        incoming: Incoming,
+        responder: Responder,
+        keeper: WorkerId | None,
+        asked: Peek,
+        model: str,
+        began_s: float,
+    ) -> Turn:
         prompt = Prompt(incoming.body)
         turn = Turn(incoming, self._unique(incoming.request), asked, model, prompt, Witness(responder), began_s)
         turn.keeper = keeper
@@ -300,6 +332,11 @@ class DataPath:
         if self._loop is None:  # asked for once: each time costs a system call in 3.11
             self._loop = asyncio.get_running_loop()
         return self._loop
+
+
+def _needs_name(incoming: Incoming, asked: Peek, model: str) -> bool:
+    """Whether its body is to name the model otherwise than it does."""
+    return asked.model != model and (bool(asked.model) or incoming.path in NAMING_PATHS)
 
 
 def _heed(turn: Turn, said: Sequence[Header]) -> None:

@@ -5,6 +5,7 @@ from typing import NamedTuple, TypeAlias
 
 from kvherd.core.fleet.roster import Member
 from kvherd.core.ids import PrefixHash, Rank, RequestId, WorkerId
+from kvherd.core.kv.hashing import PrefixHasher
 from kvherd.core.kv.index import Holder, PrefixIndex
 from kvherd.core.routing.candidate import KvKnowledge, Place
 from kvherd.core.routing.optimistic import OptimisticBlocks
@@ -19,6 +20,15 @@ _Alike: TypeAlias = tuple[str, str | None, int, bool]
 """Model, adapter, block size and whether its blocks are of pairs: what a chain depends on beside the prompt."""
 _Found: TypeAlias = dict[_Alike, dict[WorkerId, dict[Rank, int]]]
 """Leading blocks of a chain at each rank of each worker that has any."""
+
+
+class Naming(NamedTuple):
+    """What the names of a prompt's blocks depend on beside the prompt. `block_size` 0: of pieces of its text."""
+
+    model: str
+    block_size: int
+    lora: str | None
+    bigrams: bool
 
 
 class Match(NamedTuple):
@@ -74,6 +84,22 @@ class Credit:
             self._memory.sent(place, self._estimated_chain(prompt, member))
         else:
             self._coming.hold(request, place, self._chain(prompt, member))
+
+    def naming(self, prompt: Prompt, members: Iterable[Member]) -> list[Naming]:
+        """What of the prompt will be named to match it with these workers."""
+        namings = []
+        for member in members:
+            size, lora, model = member.index_block_size, _adapter(prompt, member), _namespace(member)
+            if self._known(prompt, member) is KvKnowledge.UNTOLD:
+                told = prompt.token_ids is not None and member.tokenizes_alike(prompt.classes)
+                namings.append(Naming(model, (size or USUAL_BLOCK) if told else 0, lora, bigrams=False))
+            elif size:
+                namings.append(Naming(model, size, lora, bigrams=self._index.bigrams(member.worker)))
+        return list(dict.fromkeys(namings))
+
+    @property
+    def hasher(self) -> PrefixHasher:
+        return self._index.hasher
 
     def ended(self, request: RequestId) -> None:
         self._coming.release(request)

@@ -20,8 +20,10 @@ LONG_BYTES: Final = 32 * 1024
 class EncodingCache:
     """Encodes text segment by segment and remembers the latest segments, `limit_chars` of them altogether."""
 
-    def __init__(self, *, limit_chars: int = 8 * 1024 * 1024) -> None:
+    def __init__(self, *, limit_chars: int = 8 * 1024 * 1024, long_chars: int = LONG_BYTES) -> None:
+        """`long_chars`: more fresh text than that takes a thread."""
         self._limit = limit_chars
+        self._long = long_chars
         self._chars = 0
         self._known: OrderedDict[tuple[int, str], list[int]] = OrderedDict()
         self._cuts: dict[int, re.Pattern[str]] = {}
@@ -53,11 +55,16 @@ class EncodingCache:
             return None
         return self.encode_more(tokenizer, text)
 
+    def encode_here(self, tokenizer: Tokenizer, text: str, *, add_special_tokens: bool = False) -> list[int]:
+        """The same, however long it takes: for whoever is in a thread, and has this cache for himself."""
+        known = self.encode_now(tokenizer, text, add_special_tokens=add_special_tokens)
+        return tokenizer.encode(text, add_special_tokens=add_special_tokens) if known is None else known
+
     def encode_more(self, tokenizer: Tokenizer, text: str) -> list[int] | None:
         """The same for what stands behind a text that was cut off at `last_cut`, of a prompt that is not too long."""
         segments = self._cut(tokenizer, text)
         fresh = self._fresh(tokenizer, segments)
-        if sum(map(len, fresh)) > LONG_BYTES:
+        if sum(map(len, fresh)) > self._long:
             return None
         return self._joined(tokenizer, segments, {segment: tokenizer.encode(segment) for segment in fresh})
 

@@ -21,6 +21,7 @@ from kvherd.ports.worker import WorkerKind
 from kvherd.services.gateway.fleet import Fleet
 from kvherd.services.gateway.metrics import GatewayMetrics
 from kvherd.services.gateway.orders import Addressee, Flushed, flush_fleet
+from kvherd.services.gateway.prompts import LONG_CHAT_BYTES
 from kvherd.services.gateway.settings import HealMode
 from kvherd.services.gateway.turn import Turn
 from kvherd.wire.openai.edits import with_full_report
@@ -49,6 +50,8 @@ class FullReports:
     def ask(self, turn: Turn, member: Member, body: bytes) -> bytes | None:
         """The body that has vLLM tell the prompt's chain; None if this request is left as it is."""
         if not self._on or member.kind != WorkerKind.VLLM_HTTP or turn.incoming.path not in _PATHS:
+            return None
+        if len(body) >= LONG_CHAT_BYTES:  # each try to edit it reads all of it, and there are many short ones
             return None
         match = turn.match
         if match.kv is not KvKnowledge.KNOWN or match.whole or not self._incomplete(member.worker):

@@ -1,24 +1,39 @@
 """A request body → what routing needs of its prompt, and no more."""
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Final
 
 from kvherd.core.errors import CallerError
 from kvherd.core.ids import PrefixHash
 from kvherd.core.kv.bigrams import bigram_keys
 from kvherd.core.kv.hashing import TOKEN_BYTES, PrefixHasher, token_bytes
-from kvherd.core.text.parity import PromptClass, classify
+from kvherd.core.text.parity import PromptClass, classes_of, classify, said_by
 from kvherd.ports.completions import Tokenizer
 from kvherd.services.gateway.conversations import Beginning, Conversations
 from kvherd.services.gateway.encodings import EncodingCache
+from kvherd.wire.long_lists import Cut
 from kvherd.wire.openai.prompts import decode_chat_prompt, decode_completion_prompts, decode_generate_prompts
 from kvherd.wire.openai.routing import Peek
 
 _RENDERED = frozenset({"/v1/chat/completions"})
 
+LONG_BODY_BYTES: Final = 256 * 1024
+LONG_CHAT_BYTES: Final = 1024 * 1024
+"""Reading bodies of these sizes takes 10 ms or more, and one of 30 MB a second. Of a chat only what is new is read,
+which is more than a thread can save.
+"""
 TEXT_BLOCK_BYTES = 64
+MOST_TEXT_BLOCKS: Final = 65_536
+"""Of a prompt that was not tokenized; no more are remembered of any worker (`PrefixMemory`)."""
 BYTES_PER_TOKEN = 4
 """A usual prompt in English; an estimate where nothing was tokenized."""
+
+
+def is_long(path: str, body: bytes) -> bool:
+    """Whether a body is to be read in a thread."""
+    size = len(body)
+    return size >= LONG_BODY_BYTES and (size >= LONG_CHAT_BYTES or path not in _RENDERED)
 
 
 class Prompt:
@@ -76,8 +91,13 @@ class Prompt:
         known = self._chains.get((model, lora, 0, False))
         if known is None:
             root = hasher.root(model=model, block_size=0, lora=lora, salt=self.salt)
-            known = self._chains[model, lora, 0, False] = hasher.extend(root, self.text, TEXT_BLOCK_BYTES)
+            text = self.text[: MOST_TEXT_BLOCKS * TEXT_BLOCK_BYTES]
+            known = self._chains[model, lora, 0, False] = hasher.extend(root, text, TEXT_BLOCK_BYTES)
         return known
+
+    def know(self, model: str, block_size: int, names: list[PrefixHash], *, lora: str | None, bigrams: bool) -> None:
+        """What `chain` is to give, or with 0 `text_chain`, as somebody named it who could take his time."""
+        self._chains[model, lora, block_size, bigrams] = names
 
 
 def _names(
@@ -144,18 +164,52 @@ def read_prompt_now(
     return prompt
 
 
+def read_long_prompt(
+    path: str, body: bytes, peeked: Peek, tokenizer: Tokenizer | None, cache: EncodingCache, *, cut: Cut | None
+) -> Prompt:
+    """The same in a thread, however long that takes. `cut` is what was taken out of the body when it was peeked at."""
+    prompt = _untold(path, body, peeked)
+    if cut is not None and prompt.text and prompt.text is not body:
+        prompt.text = cut.whole(prompt.text)
+    if tokenizer is None:
+        return prompt
+    try:
+        special_in = cache.special(tokenizer).search
+        text = _text_to_encode(path, body if cut is None else cut.rest, prompt, tokenizer, special_in)
+        if text is not None:
+            prompt.token_ids = cache.encode_here(tokenizer, text, add_special_tokens=path not in _RENDERED)
+        elif cut is not None and prompt.token_ids is not None:
+            prompt.token_ids = cut.first((tuple(prompt.token_ids),)) or prompt.token_ids
+    except CallerError:
+        prompt.forget()
+    return prompt
+
+
 def _untold(path: str, body: bytes, peeked: Peek) -> Prompt:
     return Prompt(_text_of(path, body, peeked), salt=peeked.cache_salt, model=peeked.model or "")
 
 
-def _text_to_encode(path: str, body: bytes, prompt: Prompt, tokenizer: Tokenizer) -> str | None:
-    """The text of the prompt as the model gets it; None if it has none or is tokens already. Raises `CallerError`."""
+def _text_to_encode(
+    path: str,
+    body: bytes,
+    prompt: Prompt,
+    tokenizer: Tokenizer,
+    special_in: Callable[[str], object] | None = None,
+) -> str | None:
+    """The text of the prompt as the model gets it; None if it has none or is tokens already. Raises `CallerError`.
+
+    `special_in` says whether a special token is in a text, which is worth having where the text is long.
+    """
     if path in _RENDERED:
         call = decode_chat_prompt(body)
         if call is None:
             return None
         text = tokenizer.render_chat(call)
-        prompt.classes = classify(call, tokenizer.special_tokens)
+        if special_in is None:
+            prompt.classes = classify(call, tokenizer.special_tokens)
+        else:
+            tokenizer.check_length(text)
+            prompt.classes = classes_of(call, said_by(call.messages, special_in))
         return text
     prompts: Sequence[str | tuple[int, ...]] = ()
     if path == "/v1/completions":

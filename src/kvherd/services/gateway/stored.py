@@ -18,6 +18,7 @@ from kvherd.core.ids import WorkerId
 from kvherd.ports.worker import Call, Responder
 from kvherd.services.gateway.access import AccessLog
 from kvherd.services.gateway.fleet import Fleet
+from kvherd.services.gateway.prompts import LONG_BODY_BYTES
 from kvherd.services.gateway.relay.edge import STORED, DataHandler, DataRequest
 from kvherd.services.gateway.usage_samples import uncompressed
 from kvherd.services.gateway.witness import Around
@@ -73,7 +74,8 @@ class _StoredPath:
         root, name = _parts(request.path)
         if name:
             return await self._keeper_of(f"{root}/{name}", name, request)
-        past = continued(request.body)
+        long = len(request.body) >= LONG_BODY_BYTES
+        past = await asyncio.to_thread(continued, request.body) if long else continued(request.body)
         return None if past is None else await self._keeper_of("/".join(past), past[1], request)
 
     async def answer(self, request: DataRequest, responder: Responder, keeper: WorkerId | None) -> None:
