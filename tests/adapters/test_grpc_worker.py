@@ -314,7 +314,7 @@ async def test_an_engine_drops_what_nobody_waits_for_and_has_not_failed(fields: 
             worker._wires = None
         await worker.detect()
         given_s = 1.0
-        asked = chat(**fields)._replace(ends=(asyncio.get_running_loop().time() + given_s, given_s))
+        asked = chat(**fields).changed(ends=(asyncio.get_running_loop().time() + given_s, given_s))
         with pytest.raises(DeadlinePassed, match="within the 1 s"):
             await worker.forward(asked, responder)
         await until(lambda: not script.alive)
@@ -323,7 +323,7 @@ async def test_an_engine_drops_what_nobody_waits_for_and_has_not_failed(fields: 
 
 async def test_an_engine_that_gives_up_long_before_a_deadline_has_failed() -> None:
     async with worker_before(EngineScript(stops_after=0, then="DEADLINE_EXCEEDED")) as worker:
-        asked = chat()._replace(ends=(asyncio.get_running_loop().time() + 600, 600))
+        asked = chat().changed(ends=(asyncio.get_running_loop().time() + 600, 600))
         with pytest.raises(WorkerFailed, match="as told"):
             await worker.forward(asked, FakeResponder())
 

@@ -23,7 +23,7 @@ from kvherd.core.errors import (
 )
 from kvherd.core.ids import Rank, RequestId, WorkerId
 from kvherd.ports.completions import Usage
-from kvherd.ports.worker import NOT_HELD, Call, FlushAnswer, RankOutcome, WorkerKind, WorkerLoad
+from kvherd.ports.worker import NOT_HELD, Call, FlushAnswer, NewsTo, RankOutcome, WorkerKind, WorkerLoad
 from kvherd.testing.raw_http import SSE_HEAD, RawRequest, RawServer, Script, chunk, json_answer, until
 from kvherd.testing.workers import FakeResponder
 
@@ -396,7 +396,7 @@ async def test_what_an_answer_cost_is_read_in_passing(pieces: list[bytes]) -> No
     begun: list[bool] = []
     async with RawServer(saying(*pieces)) as server, worker_at(server.url) as worker:
         responder = FakeResponder()
-        await worker.forward(call(on_usage=told.append, on_first_token=lambda: begun.append(True)), responder)
+        await worker.forward(call(news=NewsTo(lambda: begun.append(True), told.append)), responder)
         assert told == [Usage(prompt_tokens=7, cached_tokens=4, completion_tokens=2)]
         assert begun == [True]
 
@@ -426,7 +426,7 @@ META = b'{"text":"a \\"meta_info\\" data:","meta_info":{"prompt_tokens":7,"compl
 async def test_what_an_answer_to_generate_cost_is_in_its_last_meta_info(pieces: list[bytes], told: list[Usage]) -> None:
     said: list[Usage] = []
     async with RawServer(saying(*pieces)) as server, worker_at(server.url) as worker:
-        await worker.forward(call(on_usage=said.append), FakeResponder())
+        await worker.forward(call(news=NewsTo(on_usage=said.append)), FakeResponder())
     assert said == told
 
 
@@ -443,7 +443,7 @@ async def test_a_server_that_was_not_told_to_report_cached_tokens_reports_none(d
     told: list[Usage] = []
     usage = b'{"usage":{"prompt_tokens":12,"total_tokens":19,"completion_tokens":7%b}}' % details
     async with RawServer(saying(json_answer(usage))) as server, worker_at(server.url) as worker:
-        await worker.forward(call(on_usage=told.append), FakeResponder())
+        await worker.forward(call(news=NewsTo(on_usage=told.append)), FakeResponder())
     assert told == [Usage(12, None, 7)]
 
 
@@ -453,7 +453,7 @@ async def test_a_server_that_was_not_told_to_report_cached_tokens_reports_none(d
 async def test_an_answer_that_does_not_say_is_not_guessed(body: bytes) -> None:
     told: list[Usage] = []
     async with RawServer(saying(json_answer(body))) as server, worker_at(server.url) as worker:
-        await worker.forward(call(on_usage=told.append), FakeResponder())
+        await worker.forward(call(news=NewsTo(on_usage=told.append)), FakeResponder())
         assert told == []
 
 
@@ -603,7 +603,7 @@ async def test_what_an_answer_of_vllm_cost_is_read_in_passing() -> None:
         told: list[Usage] = []
         async with RawServer(saying(*answer)) as server, worker_at(server.url) as worker:
             responder = FakeResponder()
-            await worker.forward(call(on_usage=told.append), responder)
+            await worker.forward(call(news=NewsTo(on_usage=told.append)), responder)
         assert responder.body in (recorded("chat.json"), stream)
         assert [(usage.prompt_tokens, usage.completion_tokens) for usage in told] == [(37, 8)]
 
@@ -774,6 +774,6 @@ async def test_a_worker_that_takes_a_large_body_slowly_is_no_error(caplog: pytes
 
     async with RawServer(slowly) as server, worker_at(server.url) as worker:
         responder = FakeResponder()
-        await worker.forward(call()._replace(body=body), responder)
+        await worker.forward(call().changed(body=body), responder)
     assert responder.body == b"%d" % len(body)
     assert caplog.records == []

@@ -14,7 +14,7 @@ from kvherd.adapters.http_pool import HttpPool
 from kvherd.adapters.http_worker import HttpWorker
 from kvherd.core.ids import RequestId, WorkerId
 from kvherd.ports.completions import Usage
-from kvherd.ports.worker import Call
+from kvherd.ports.worker import Call, NewsTo
 from kvherd.testing.workers import FakeResponder
 from kvherd.wire.http_chunks import content
 from kvherd.wire.http_heads import Header
@@ -196,7 +196,7 @@ def through_worker(*pieces: bytes) -> tuple[Chunks, list[Usage]]:
     connection.connection_made(cast("object", Transport()))  # type: ignore[arg-type]
     pool._idle.append(connection)
     responder, usages, landed = Chunks(), list[Usage](), list[object]()
-    call = Call("POST", "/v1/x", [], b"", RequestId("r"), on_first_token=lambda: None, on_usage=usages.append)
+    call = Call("POST", "/v1/x", [], b"", RequestId("r"), news=NewsTo(on_usage=usages.append))
     assert worker.launch(call, responder, landed.append) is not None
     for piece in pieces:
         connection.data_received(piece)

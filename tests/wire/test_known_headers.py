@@ -42,7 +42,8 @@ def test_they_are_written_as_any_others(known: KnownHeaders, left_out: frozenset
 @pytest.mark.parametrize("left_out", [frozenset[bytes](), frozenset({b"content-length"}), frozenset({b"x-request-id"})])
 def test_what_was_written_beforehand_is_what_would_be_written(left_out: frozenset[bytes]) -> None:
     own = ((b"content-length", b"3"), (b"x-request-id", b"r"), (b"traceparent", b"t"))
-    known = KnownHeaders(Block(TOLD), own, b"x-request-id: r\r\ntraceparent: t\r\n")
+    known = KnownHeaders(Block(TOLD), (), b"x-request-id: r\r\ntraceparent: t\r\n", 3)
+    assert list(known) == [*TOLD, *own]
     assert lines(known, left_out) == lines([*TOLD, *own], left_out)
     for name in (b"x-a", b"traceparent", b"content-length"):
         assert lines(without(known, name), left_out) == lines(without([*TOLD, *own], name), left_out)

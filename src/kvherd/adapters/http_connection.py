@@ -6,8 +6,9 @@ that a sink which cannot keep up bounds what is read, after every `_SETTLE_BYTES
 
 import asyncio
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Final, NamedTuple, Protocol, cast
+from typing import Final, Protocol, cast
 
 import httptools
 
@@ -67,7 +68,8 @@ class UpstreamBroken(Exception):
         self.unsent = unsent
 
 
-class _Usual(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class _Usual:
     """An answer's head that may come again."""
 
     head: KnownHead
@@ -272,19 +274,18 @@ class UpstreamConnection:
 
     def _recall(self, data: bytes, usual: "_Usual") -> bool:
         """Whether the piece is a whole answer with the head of an earlier one; then it is passed on."""
-        found = usual.head.body(data)
-        if found is None or found[0] + found[1] != len(data) or self._sink is None:
+        begin, sink = usual.head.body(data), self._sink
+        if begin < 0 or sink is None:
             return False
-        begin, length = found
-        headers = KnownHeaders(usual.block, ((b"content-length", b"%d" % length),))
+        length = len(data) - begin
         self._begun = True
         self._misses = 0
         if self.transport.get_write_buffer_size():
             self.reusable = False
         try:
-            self._sink.head(usual.status, headers)
+            sink.head(usual.status, KnownHeaders(usual.block, (), None, length))
             if length:
-                self._sink.body(data[begin:])
+                sink.body(data[begin:])
             self._outcome = True
         except Exception as error:  # noqa: BLE001 - whatever a sink raises is for who waits, as when llhttp calls it
             self._finish(error)

@@ -78,6 +78,8 @@ class HttpWorker:
         self._auth_line = b"authorization: Bearer %b\r\n" % api_key.encode() if api_key else b""
         self._left_out = _NOT_FORWARDED | {b"authorization"} if api_key else _NOT_FORWARDED
         self._facts: WorkerFacts | None = None
+        self._begun_method = self._begun_path = ""
+        self._begun = b""
 
     @property
     def id(self) -> WorkerId:
@@ -204,14 +206,17 @@ class HttpWorker:
         if call.rank is None:
             return call
         if self._facts is not None and self._facts.kind is WorkerKind.VLLM_HTTP:
-            return call._replace(headers=[*call.headers, (RANK_HEADER, b"%d" % call.rank)])
-        return call._replace(body=with_rank(call.body, call.rank))
+            return call.changed(headers=[*call.headers, (RANK_HEADER, b"%d" % call.rank)])
+        return call.changed(body=with_rank(call.body, call.rank))
 
     def _head(self, call: Call) -> bytes:
-        first_line = f"{call.method} {self._address.prefix}{call.path} HTTP/1.1\r\n".encode("latin-1")
-        length = b"content-length: %d\r\n" % len(call.body)
+        method, path = call.method, call.path
+        if path != self._begun_path or method != self._begun_method:  # nearly always it is the same again
+            self._begun_method, self._begun_path = method, path
+            first_line = f"{method} {self._address.prefix}{path} HTTP/1.1\r\n".encode("latin-1")
+            self._begun = first_line + self._host_line
         told = lines(call.headers, self._left_out)
-        return b"".join((first_line, self._host_line, told, length, self._auth_line, b"\r\n"))
+        return b"%b%bcontent-length: %d\r\n%b\r\n" % (self._begun, told, len(call.body), self._auth_line)
 
 
 class _Relayed:
@@ -273,8 +278,8 @@ class _Relayed:
             return
         call = self._call
         if status == 200:
-            self._waits_for_first = call.on_first_token is not None
-            if call.on_usage is not None:
+            self._waits_for_first = call.news is not None
+            if call.news is not None:
                 kind = first(headers, b"content-type") or b""
                 self._sniffer = UsageSniffer(stream=kind.startswith(b"text/event-stream"))
         if call.extra_headers:
@@ -286,9 +291,9 @@ class _Relayed:
             if len(self._refusal) < _REASON_BYTES:
                 self._refusal += data
             return
-        if self._waits_for_first and self._call.on_first_token is not None:
+        if self._waits_for_first and self._call.news is not None:
             self._waits_for_first = False
-            self._call.on_first_token()
+            self._call.news.first_token()
         sniffer = self._sniffer
         if sniffer is not None:
             sniffer.feed(data)
@@ -310,8 +315,8 @@ class _Relayed:
         if self._refused_status:
             answer = HttpAnswer(self._refused_status, self._refusal)
             raise WorkerRefused(worker, f"HTTP {answer.status}: {answer.reason()}")
-        if self._sniffer is not None and self._call.on_usage is not None:
+        if self._sniffer is not None and self._call.news is not None:
             usage = self._sniffer.usage()
             if usage is not None:
-                self._call.on_usage(usage)
+                self._call.news.usage(usage)
         self._responder.end()

@@ -62,7 +62,7 @@ class UsageSniffer:
         """Call once, when the body is complete."""
         if self._last:
             self._read(self._last)
-        if not self._stream and (_USAGE in self._kept or _META in self._kept):
+        if not self._stream and self._kept.rfind(TOLD) >= 0:
             self._read(self._kept)
         return self._told
 
@@ -83,10 +83,9 @@ class UsageSniffer:
             self._told = answer.meta_info.usage() or self._told
         if usage is not None:
             details = usage.prompt_tokens_details
-            self._told = Usage(
-                usage.prompt_tokens or 0,
-                # Stock servers leave it out, or say null, until they are told to report it.
-                None if details is None else details.told,
-                usage.completion_tokens or 0,
-                *(details.cached_tokens_details.told if details and details.cached_tokens_details else ()),
-            )
+            if details is None:  # stock servers leave it out, or say null, until they are told to report it
+                self._told = Usage(usage.prompt_tokens or 0, None, usage.completion_tokens or 0)
+                return
+            tiers = details.cached_tokens_details
+            host, storage = tiers.told if tiers is not None else (0, 0)
+            self._told = Usage(usage.prompt_tokens or 0, details.told, usage.completion_tokens or 0, host, storage)

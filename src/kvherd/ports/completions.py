@@ -1,7 +1,7 @@
 """What an HTTP edge may rely on from whatever turns OpenAI calls into answers."""
 
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from kvherd.core.engine.generation import GenerationRequest, TokenDelta
 from kvherd.core.ids import RequestId
@@ -12,17 +12,43 @@ Generate = Callable[[GenerationRequest], AsyncIterator[TokenDelta]]
 """Continues a token sequence; closing the iterator aborts it. The scheduler's and a gRPC worker's `generate`."""
 
 
-class Usage(NamedTuple):
+class Usage:
     """What a finished call cost, for logs and audits. `cached_tokens` None: whoever answered did not say.
 
     `host_tokens` of them were loaded from host memory, `storage_tokens` others from a store, as far as that was said.
+
+    No dataclass, for one is made for every answer: the `__init__` that a dataclass is given cannot be compiled.
     """
 
-    prompt_tokens: int
-    cached_tokens: int | None
-    completion_tokens: int
-    host_tokens: int = 0
-    storage_tokens: int = 0
+    __slots__ = ("cached_tokens", "completion_tokens", "host_tokens", "prompt_tokens", "storage_tokens")
+
+    def __init__(
+        self,
+        prompt_tokens: int,
+        cached_tokens: int | None,
+        completion_tokens: int,
+        host_tokens: int = 0,
+        storage_tokens: int = 0,
+    ) -> None:
+        self.prompt_tokens = prompt_tokens
+        self.cached_tokens = cached_tokens
+        self.completion_tokens = completion_tokens
+        self.host_tokens = host_tokens
+        self.storage_tokens = storage_tokens
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Usage) and self._told == other._told
+
+    def __hash__(self) -> int:
+        return hash(self._told)
+
+    def __repr__(self) -> str:
+        return f"Usage{self._told}"
+
+    @property
+    def _told(self) -> tuple[int, int | None, int, int, int]:
+        cached, completion = self.cached_tokens, self.completion_tokens
+        return self.prompt_tokens, cached, completion, self.host_tokens, self.storage_tokens
 
 
 class Tokenizer(Protocol):

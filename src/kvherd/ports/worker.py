@@ -3,7 +3,7 @@
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import Any, Final, NamedTuple, Protocol
+from typing import Any, Final, Protocol
 
 from kvherd.core.ids import Rank, RequestId, WorkerId
 from kvherd.ports.completions import Usage
@@ -47,7 +47,37 @@ class WorkerFacts:
     health_s: float = 0.0
 
 
-class Call(NamedTuple):
+class News(Protocol):
+    """Who wants to know how an answer goes. Both are called at most once, must be cheap and must not raise."""
+
+    def first_token(self) -> None:
+        """The first piece of the answer's content goes out."""
+        ...
+
+    def usage(self, told: Usage) -> None:
+        """What it cost, if the worker says, before the answer ends."""
+        ...
+
+
+class NewsTo:
+    """`News` by two calls, either of which may be missing."""
+
+    def __init__(
+        self, on_first_token: Callable[[], None] | None = None, on_usage: Callable[[Usage], None] | None = None
+    ) -> None:
+        self._on_first_token = on_first_token
+        self._on_usage = on_usage
+
+    def first_token(self) -> None:
+        if self._on_first_token is not None:
+            self._on_first_token()
+
+    def usage(self, told: Usage) -> None:
+        if self._on_usage is not None:
+            self._on_usage(told)
+
+
+class Call:
     """One request on the data path. `body` is what the client sent, untouched; `prompt_token_ids` is what routing
     made of it, if it did (a gRPC worker needs it, an HTTP worker does not). `extra_headers` go into the answer.
 
@@ -56,23 +86,82 @@ class Call(NamedTuple):
     `ends`: when nobody waits for its answer any more, by the event loop's clock, and how many seconds the client gave
     it; the engine is told where it can be. An engine that ends it then has not failed: `DeadlinePassed` may be raised.
 
-    `on_first_token` is called at most once, when the first piece of the answer's content goes out; `on_usage` at most
-    once, before the answer ends, with what it cost, if the worker says. Both must be cheap and must not raise.
+    Never changed. No dataclass, for one is made for every try: see `DataRequest`.
     """
 
-    method: str
-    path: str
-    headers: Sequence[tuple[bytes, bytes]]
-    body: bytes
-    request: RequestId
-    model: str = ""
-    stream: bool = False
-    prompt_token_ids: Sequence[int] | None = None
-    extra_headers: Sequence[tuple[bytes, bytes]] = ()
-    rank: Rank | None = None
-    on_first_token: Callable[[], None] | None = None
-    on_usage: Callable[[Usage], None] | None = None
-    ends: tuple[float, float] | None = None
+    __slots__ = (
+        "body",
+        "ends",
+        "extra_headers",
+        "headers",
+        "method",
+        "model",
+        "news",
+        "path",
+        "prompt_token_ids",
+        "rank",
+        "request",
+        "stream",
+    )
+
+    def __init__(  # noqa: PLR0917 - what a call is
+        self,
+        method: str,
+        path: str,
+        headers: Sequence[tuple[bytes, bytes]],
+        body: bytes,
+        request: RequestId,
+        model: str = "",
+        stream: bool = False,
+        prompt_token_ids: Sequence[int] | None = None,
+        extra_headers: Sequence[tuple[bytes, bytes]] = (),
+        rank: Rank | None = None,
+        news: News | None = None,
+        ends: tuple[float, float] | None = None,
+    ) -> None:
+        self.method = method
+        self.path = path
+        self.headers = headers
+        self.body = body
+        self.request = request
+        self.model = model
+        self.stream = stream
+        self.prompt_token_ids = prompt_token_ids
+        self.extra_headers = extra_headers
+        self.rank = rank
+        self.news = news
+        self.ends = ends
+
+    @property
+    def on_first_token(self) -> Callable[[], None] | None:
+        return None if self.news is None else self.news.first_token
+
+    @property
+    def on_usage(self) -> Callable[[Usage], None] | None:
+        return None if self.news is None else self.news.usage
+
+    def changed(
+        self,
+        *,
+        headers: Sequence[tuple[bytes, bytes]] | None = None,
+        body: bytes | None = None,
+        ends: tuple[float, float] | None = None,
+    ) -> "Call":
+        """The same but for what is given."""
+        return Call(
+            self.method,
+            self.path,
+            self.headers if headers is None else headers,
+            self.body if body is None else body,
+            self.request,
+            self.model,
+            self.stream,
+            self.prompt_token_ids,
+            self.extra_headers,
+            self.rank,
+            self.news,
+            self.ends if ends is None else ends,
+        )
 
 
 class Responder(Protocol):

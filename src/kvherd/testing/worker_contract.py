@@ -15,7 +15,7 @@ import pytest
 from kvherd.core.errors import WorkerError, WorkerFailed, WorkerUnreachable
 from kvherd.core.ids import RequestId
 from kvherd.ports.completions import Usage
-from kvherd.ports.worker import Call, Worker
+from kvherd.ports.worker import Call, NewsTo, Worker
 from kvherd.testing.workers import FakeResponder
 
 
@@ -52,8 +52,7 @@ def chat(
         RequestId("r"),
         model="herd",
         stream=stream,
-        on_usage=on_usage,
-        on_first_token=on_first_token,
+        news=NewsTo(on_first_token, on_usage),
     )
 
 

@@ -226,7 +226,7 @@ async def test_a_worker_that_leaves_takes_no_request_and_ends_those_it_has() -> 
             leaving = group.create_task(it.fleet.remove(ANN))
             await asyncio.sleep(1.0)
             assert (member.state, leaving.done()) == (WorkerState.DRAINING, False)
-            it.fleet.request_ended(member, RequestId("r"))
+            it.fleet.request_ended(member, RequestId("r"), it.fleet.now_s())
         assert leaving.result()
         assert (len(it.fleet.roster), it.following.now, ann.closed) == (0, {}, True)
 
@@ -240,7 +240,7 @@ async def test_draining_is_bounded() -> None:
         began_s = asyncio.get_running_loop().time()
         assert not await it.fleet.remove(ANN, drain_s=7.0)
         assert asyncio.get_running_loop().time() - began_s == pytest.approx(7.0)
-        it.fleet.request_ended(member, RequestId("r"))
+        it.fleet.request_ended(member, RequestId("r"), it.fleet.now_s())
 
 
 async def test_a_caller_that_leaves_does_not_stop_the_draining() -> None:
@@ -252,7 +252,7 @@ async def test_a_caller_that_leaves_does_not_stop_the_draining() -> None:
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(1.0):
                 await it.fleet.remove(ANN)
-        it.fleet.request_ended(member, RequestId("r"))
+        it.fleet.request_ended(member, RequestId("r"), it.fleet.now_s())
         await asyncio.sleep(0.1)
         assert len(it.fleet.roster) == 0
 
@@ -393,7 +393,7 @@ async def test_a_renewed_connection_takes_what_comes_and_the_old_one_ends_with_w
         assert after.sidecar == "http://ann:9"
         await asyncio.sleep(10)
         assert (before.closed, member.state) == (False, WorkerState.UP)
-        it.fleet.request_ended(member, RequestId("old"))
+        it.fleet.request_ended(member, RequestId("old"), it.fleet.now_s())
         await asyncio.sleep(10)
         assert (before.closed, after.closed) == (True, False)
         assert after.probes > 0

@@ -39,7 +39,7 @@ class Desk:
     async def ask(self, key: str = "", own: bytes = b"") -> None:
         headers = [(b"x-request-timeout", own)] if own else []
         request = DataRequest("POST", "/v1/x", "", headers, b"", "127.0.0.1:1", RequestId("r"))
-        await self.path(request._replace(key=key), FakeResponder())
+        await self.path(request.changed(key=key), FakeResponder())
 
     def assert_idle(self) -> None:
         assert (self.admission.running, self.admission.waiting) == (0, 0)

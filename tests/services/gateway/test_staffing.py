@@ -76,7 +76,7 @@ async def test_workers_join_and_drain_as_the_file_says() -> None:
         staffing.want("file", [BOB])
         await asyncio.sleep(1)
         assert busy.state is WorkerState.DRAINING
-        fleet.request_ended(busy, RequestId("r"))
+        fleet.request_ended(busy, RequestId("r"), fleet.now_s())
         await asyncio.sleep(1)
         assert members(fleet) == [BOB.url]
 

@@ -11,8 +11,11 @@ base. What became of a request that began before the breaker opened says nothing
 from collections import deque
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Final
 
 from kvherd.core.ids import RequestId
+
+_SLICES: Final = 64
 
 
 class BreakerState(StrEnum):
@@ -32,12 +35,24 @@ class BreakerConfig:
     max_open_s: float = 60.0
 
 
+class _Slice:
+    """Of the window: to remember each request by itself would be to remember hundreds of thousands."""
+
+    __slots__ = ("began_s", "ended", "failed", "until_s")
+
+    def __init__(self, began_s: float, until_s: float) -> None:
+        self.began_s = began_s
+        self.until_s = until_s
+        self.ended = self.failed = 0
+
+
 class Breaker:
     """Time and dice are the caller's: `now_s` never goes back, `dice` is in 0..1."""
 
     def __init__(self, config: BreakerConfig | None = None) -> None:
         self._config = config or BreakerConfig()
-        self._ended: deque[tuple[float, bool]] = deque()
+        self._ended: deque[_Slice] = deque()
+        self._newest: _Slice | None = None
         self._open_until_s: float | None = None
         self._opened_in_a_row = 0
         self._trying: RequestId | None = None
@@ -74,9 +89,8 @@ class Breaker:
                 self._open(now_s, dice)
             return
         self._count(now_s, failed=True)
-        failures = sum(failed for _, failed in self._ended)
-        enough = len(self._ended) >= self._config.min_requests
-        if enough and failures >= self._config.failure_ratio * len(self._ended):
+        failures, ended = sum(one.failed for one in self._ended), sum(one.ended for one in self._ended)
+        if ended >= self._config.min_requests and failures >= self._config.failure_ratio * ended:
             self._open(now_s, dice)
 
     def abandoned(self, request: RequestId) -> None:
@@ -85,9 +99,15 @@ class Breaker:
             self._trying = None
 
     def _count(self, now_s: float, *, failed: bool) -> None:
-        self._ended.append((now_s, failed))
-        while self._ended[0][0] < now_s - self._config.window_s:
-            self._ended.popleft()
+        newest = self._newest
+        if newest is None or now_s >= newest.until_s:
+            window_s = self._config.window_s
+            newest = self._newest = _Slice(now_s, now_s + window_s / _SLICES)
+            self._ended.append(newest)
+            while self._ended[0].began_s < now_s - window_s:
+                self._ended.popleft()
+        newest.ended += 1
+        newest.failed += failed
 
     def _open(self, now_s: float, dice: float) -> None:
         longest = min(self._config.max_open_s, self._config.open_s * 2**self._opened_in_a_row)
@@ -96,9 +116,11 @@ class Breaker:
         self._opened_in_a_row = min(self._opened_in_a_row + 1, 16)
         self._trying = None
         self._ended.clear()
+        self._newest = None
 
     def _close(self) -> None:
         self._open_until_s = None
         self._opened_in_a_row = 0
         self._trying = None
         self._ended.clear()
+        self._newest = None

@@ -34,12 +34,15 @@ class WorkerState(StrEnum):
     DRAINING = "draining"
 
 
-class UnderWay(NamedTuple):
+class UnderWay:
     """A request at a worker. `since_s` is by the caller's clock."""
 
-    prompt_tokens: int
-    since_s: float
-    rank: Rank | None = None
+    __slots__ = ("prompt_tokens", "rank", "since_s")
+
+    def __init__(self, prompt_tokens: int, since_s: float, rank: Rank | None = None) -> None:
+        self.prompt_tokens = prompt_tokens
+        self.since_s = since_s
+        self.rank = rank
 
 
 class Share(NamedTuple):

@@ -66,10 +66,15 @@ class InTurn:
         self._last = _name(chosen)
         return chosen
 
-    def next_of(self, able: Sequence[WorkerId]) -> WorkerId:
+    def next_of(self, able: list[WorkerId]) -> WorkerId:
         """The same for names of workers that have no ranks and count alike; `able` is not empty."""
         last = self._last[0]
-        chosen = min([name for name in able if name > last] or able)
+        first = after = able[0]
+        for name in able:
+            first = min(first, name)
+            if name > last and (name < after or after <= last):
+                after = name
+        chosen = after if after > last else first
         self._last = (chosen, -1)
         return chosen
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from kvherd.core.errors import CallerError, WorkerError, WorkerFailed, WorkerTimedOut
 from kvherd.core.ids import Rank, RequestId
 from kvherd.ports.completions import Tokenizer, Usage
-from kvherd.ports.worker import Call, Worker
+from kvherd.ports.worker import Call, NewsTo, Worker
 from kvherd.services.doctor.instruments import Chart
 from kvherd.wire.http_chunks import content
 
@@ -124,7 +124,7 @@ class Sender:
             stream=stream,
             rank=rank if self.ranks else None,
             prompt_token_ids=self.known.encode(self.prompt, add_special_tokens=True) if self.known else None,
-            on_usage=told.append,
+            news=NewsTo(on_usage=told.append),
         )
         kept = _Kept()
         try:

@@ -37,6 +37,7 @@ class AccessLog:
 
     def __init__(self, metrics: GatewayMetrics, write: Write | None = None) -> None:
         self._metrics = metrics
+        self._tallies = metrics.tallies
         self._write = write
 
     def refused(self, asked: Asked, error: KvherdError) -> None:
@@ -52,12 +53,12 @@ class AccessLog:
         first_s, usage = turn.first_token_at_s, turn.usage
         ttft_s = None if first_s is None else first_s - turn.began_s
         itl_s = None
-        if first_s is not None and turn.asked.streams and usage is not None and usage.completion_tokens > 1:
+        if first_s is not None and turn.streams and usage is not None and usage.completion_tokens > 1:
             itl_s = (now_s - first_s) / (usage.completion_tokens - 1)
         worker = turn.member.worker if turn.member else ""
-        self._metrics.ended(worker, turn.model, turn.outcome, ttft_s)
+        self._tallies.ended(worker, turn.model, turn.outcome, ttft_s)
         if usage is not None:
-            self._metrics.used(worker, turn.model, usage, itl_s)
+            self._tallies.used(worker, turn.model, usage, itl_s)
         if self._written:
             self._put(self._line(turn, ttft_s, itl_s, now_s - turn.began_s, _status(turn, error)))
 
@@ -81,7 +82,7 @@ class AccessLog:
             turn.model,
             turn.member.worker if turn.member else None,
             turn.rank,
-            turn.asked.streams,
+            turn.streams,
             turn.outcome,
             status,
             len(turn.tried) + answered,

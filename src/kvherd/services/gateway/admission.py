@@ -211,6 +211,19 @@ Refused = Callable[[DataRequest, KvherdError], None]
 """Takes note of a request that was not admitted."""
 
 
+class _Stay(Passage):
+    """Among those under way."""
+
+    __slots__ = ("_admission",)
+
+    def __init__(self, landed: Landed, admission: Admission) -> None:
+        super().__init__(landed)
+        self._admission = admission
+
+    def leave(self) -> None:
+        self._admission.leave()
+
+
 class AdmittedPath:
     """A `DataHandler` and `Launch` before others, which have as many requests at a time as are admitted."""
 
@@ -233,8 +246,7 @@ class AdmittedPath:
     def launch(self, request: DataRequest, responder: Responder, landed: Landed) -> Flight | None:
         if not self._admission.enter_now():
             return None
-        leave = self._admission.leave
-        return launch_within(self._launch, request, responder, Passage(landed, leave), leave)
+        return launch_within(self._launch, request, responder, _Stay(landed, self._admission))
 
     async def _wait(self, request: DataRequest) -> DataRequest:
         """The request when its turn came: what it waited is taken off its own deadline."""
@@ -248,4 +260,4 @@ class AdmittedPath:
             raise
         if within_s is None:
             return request
-        return request._replace(headers=with_deadline(request.headers, within_s - (now() - began_s)))
+        return request.changed(headers=with_deadline(request.headers, within_s - (now() - began_s)))

@@ -11,7 +11,7 @@ import logging
 import random
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Any, Final
 
 from kvherd.core.errors import (
     FieldInvalid,
@@ -38,15 +38,15 @@ from kvherd.services.gateway.late_binding import LateBinding
 from kvherd.services.gateway.launching import Launched
 from kvherd.services.gateway.long_bodies import LongBodies
 from kvherd.services.gateway.metrics import GatewayMetrics
-from kvherd.services.gateway.patience import TIMEOUT, GiveUp, Patience, Wait, seconds_told
+from kvherd.services.gateway.patience import TIMEOUT, GivesUp, Patience, Wait, seconds_told
 from kvherd.services.gateway.prompts import Prompt, is_long, read_prompt, read_prompt_now
-from kvherd.services.gateway.relay.edge import STORED
+from kvherd.services.gateway.relay.edge import STORED, DataRequest
 from kvherd.services.gateway.settings import Bounds, HealMode
 from kvherd.services.gateway.tries import Tries
-from kvherd.services.gateway.turn import Incoming, Renamed, Turn
+from kvherd.services.gateway.turn import Turn
 from kvherd.services.gateway.usage_samples import UsageSamples
 from kvherd.services.gateway.witness import Witness
-from kvherd.wire.http_heads import Header, first
+from kvherd.wire.http_heads import Header, KnownHeaders, first
 from kvherd.wire.openai.edits import with_model
 from kvherd.wire.openai.routing import RANK_HEADER, Peek, peek
 
@@ -113,7 +113,7 @@ class DataPath:
         self._alive: set[RequestId] = set()
         self._loop: asyncio.AbstractEventLoop | None = None
 
-    async def __call__(self, incoming: Incoming, responder: Responder, keeper: WorkerId | None = None) -> None:
+    async def __call__(self, incoming: DataRequest, responder: Responder, keeper: WorkerId | None = None) -> None:
         """`keeper` is the one worker that can answer, for it keeps what is asked for."""
         try:
             if is_long(incoming.path, incoming.body):
@@ -128,7 +128,7 @@ class DataPath:
         self._begin(turn)
         await self.finish(turn)
 
-    def launch(self, incoming: Incoming, responder: Responder, landed: Landed) -> Flight | None:
+    def launch(self, incoming: DataRequest, responder: Responder, landed: Landed) -> Flight | None:
         """The same for a request of which nothing has to be awaited but the worker's answer."""
         if incoming.path.startswith(STORED) or is_long(incoming.path, incoming.body):
             return None
@@ -142,29 +142,30 @@ class DataPath:
             if prompt is None:
                 return None
             turn.prompt = prompt
-        choice = self._chooser.choose(turn, self._clock.time())
+        now_s = self._clock.time() if self._policy.remembers_prompts else turn.began_s
+        choice = self._chooser.choose(turn, now_s)
         if self._late is not None and choice.explanation and self._late.must_wait(turn, choice.explanation):
             return None
         self._begin(turn)
         return Launched(self, turn, landed).launch(choice)
 
-    def _read(self, incoming: Incoming, responder: Responder, keeper: WorkerId | None) -> Turn:
+    def _read(self, incoming: DataRequest, responder: Responder, keeper: WorkerId | None) -> Turn:
         """What routing needs of a request, but for its prompt's tokens. Raises a `CallerError` or `NoWorker`."""
         began_s = self._clock.time()
         asked = UNTOLD if not incoming.body and incoming.path.startswith(STORED) else peek(incoming.body)
         model = self._model(asked.model, keeper)
         if _needs_name(incoming, asked, model):
-            incoming = Renamed(incoming, with_model(incoming.body, model))
+            incoming = incoming.changed(body=with_model(incoming.body, model))
             asked = peek(incoming.body)
         return self._turn(incoming, responder, keeper, asked, model, began_s)
 
-    async def _read_long(self, incoming: Incoming, responder: Responder, keeper: WorkerId | None) -> Turn:
+    async def _read_long(self, incoming: DataRequest, responder: Responder, keeper: WorkerId | None) -> Turn:
         """The same, and its prompt, of a body for which the loop does not wait."""
         began_s, long = self._clock.time(), self._long
         asked, cut = await long.peek(incoming.body)
         model = self._model(asked.model, keeper)
         if _needs_name(incoming, asked, model):
-            incoming = Renamed(incoming, await long.with_model(incoming.body, model, cut))
+            incoming = incoming.changed(body=await long.with_model(incoming.body, model, cut))
             asked, cut = await long.peek(incoming.body)
         turn = self._turn(incoming, responder, keeper, asked, model, began_s)
         if self._policy.remembers_prompts:
@@ -175,7 +176,7 @@ class DataPath:
 
     def _turn(  # noqa: PLR0917 - what is known of every request
         self,
-        incoming: Incoming,
+        incoming: DataRequest,
         responder: Responder,
         keeper: WorkerId | None,
         asked: Peek,
@@ -202,9 +203,9 @@ class DataPath:
         try:
             await self._serve(turn, answer)
         except BaseException as error:
-            self.close(turn, error)
+            self.close(turn, error, self.now_s())
             raise
-        self.close(turn, None)
+        self.close(turn, None, self.now_s())
 
     async def _serve(self, turn: Turn, answer: Awaitable[None] | None) -> None:
         """Choose and forward until a worker begins an answer. Raises a `KvherdError` if none does."""
@@ -234,22 +235,16 @@ class DataPath:
         call, responder = self.tries.begin(turn, choice.member, self._clock.time())
         return self._fleet.worker(choice.member.worker), call, responder
 
-    def wait(self, turn: Turn, give_up: GiveUp) -> Wait:
+    def wait(self, turn: Turn, who: GivesUp) -> Wait:
         """For the answer to begin, from when it was sent."""
-        wait = self._patience.wait(turn.served_by, turn.sent_at_s, give_up, turn.ends)
-        turn.witness.on_start = wait.started
+        wait = self._patience.wait(turn.served_by, turn.sent_at_s, who, turn.ends)
+        turn.witness.wait = wait
         return wait
 
     async def _forward(self, turn: Turn, answer: Awaitable[None]) -> None:
         """Await one try at one worker. Raises its `WorkerError`."""
         task = asyncio.current_task()
-
-        def give_up(why: KvherdError) -> None:
-            turn.gave_up = why
-            if task is not None:
-                task.cancel()
-
-        wait = self.wait(turn, give_up)
+        wait = self.wait(turn, _Awaited(turn, task))
         ended: BaseException | None = None
         try:
             await answer
@@ -265,12 +260,13 @@ class DataPath:
             wait.over()
             if turn.gave_up is not None and task is not None:
                 task.uncancel()
-            self.tries.end(turn, ended)
+            self.tries.end(turn, ended, self.now_s())
 
     def may_try_again(self, turn: Turn, error: WorkerError) -> bool:
         """A worker failed: before its answer began another may serve; after that the client is told."""
         if not turn.witness.started:
-            turn.tried[error.worker] = turn.last_error = error
+            turn.tried = {**turn.tried, error.worker: error}
+            turn.last_error = error
             return True
         log.warning("request %s broke off: %s", turn.request, error)
         if not turn.witness.over:
@@ -313,7 +309,7 @@ class DataPath:
             unique = RequestId(f"{request}-{number}")
         return unique
 
-    def close(self, turn: Turn, error: BaseException | None) -> None:
+    def close(self, turn: Turn, error: BaseException | None, now_s: float) -> None:
         """Learn from what was seen, and write one line about it; never a prompt."""
         if error is None:
             turn.outcome = "broken" if turn.witness.failure else "answered"
@@ -321,11 +317,13 @@ class DataPath:
             turn.outcome = "left"
         elif isinstance(error, KvherdError):
             turn.outcome = type(error).__name__
-        now_s = self._clock.time()
         self._alive.discard(turn.request)
         if turn.outcome == "answered" and turn.member is not None and turn.witness.status == 200:
             self.tries.learn(turn, turn.member, now_s)
         self._access.ended(turn, now_s=now_s, error=error)
+
+    def now_s(self) -> float:
+        return self._clock.time()
 
     @property
     def _clock(self) -> asyncio.AbstractEventLoop:
@@ -334,19 +332,53 @@ class DataPath:
         return self._loop
 
 
-def _needs_name(incoming: Incoming, asked: Peek, model: str) -> bool:
+def _needs_name(incoming: DataRequest, asked: Peek, model: str) -> bool:
     """Whether its body is to name the model otherwise than it does."""
-    return asked.model != model and (bool(asked.model) or incoming.path in NAMING_PATHS)
+    named = asked.model
+    return named != model and (bool(named) or incoming.path in NAMING_PATHS)
+
+
+class _Awaited:
+    """A try for which a task waits."""
+
+    __slots__ = ("_task", "_turn")
+
+    def __init__(self, turn: Turn, task: asyncio.Task[Any] | None) -> None:
+        self._turn = turn
+        self._task = task
+
+    def give_up(self, why: KvherdError) -> None:
+        self._turn.gave_up = why
+        if self._task is not None:
+            self._task.cancel()
+
+
+class _Unheeded:
+    """Noted of a block of headers that says nothing to the gateway itself."""
+
+
+_UNHEEDED: Final = _Unheeded()
+_HEEDED: Final = (EXPLAIN, TIMEOUT, RANK_HEADER)
 
 
 def _heed(turn: Turn, said: Sequence[Header]) -> None:
     """What the headers say to the gateway itself. Raises `FieldInvalid`."""
+    rank = turn.asked.rank
+    if type(said) is KnownHeaders and said.written is not None:  # what is its own are a length, a name and a trace
+        block = said.block
+        if block.noted is None and all(block.first(name) is None for name in _HEEDED):
+            block.noted = _UNHEEDED
+        if block.noted is _UNHEEDED:
+            if rank is not None:
+                turn.wanted_rank = Rank(rank)
+            return
     turn.explain = first(said, EXPLAIN) == b"1"
     within = first(said, TIMEOUT)
     if within is not None:
         within_s = seconds_told(within)
         turn.ends = turn.began_s + within_s, within_s
     named = first(said, RANK_HEADER) or b""
-    rank = int(named) if named.isdigit() and len(named) < 10 else turn.asked.rank
+    if named.isdigit() and len(named) < 10:
+        rank = int(named)
     if rank is not None:
         turn.wanted_rank = Rank(rank)

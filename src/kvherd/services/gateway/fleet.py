@@ -218,10 +218,10 @@ class Fleet:
     def addressees(self) -> list[Addressee]:
         return [Addressee(self._workers[one.worker], one.kind) for one in self.roster]
 
-    def request_succeeded(self, member: Member, request: RequestId) -> None:
+    def request_succeeded(self, member: Member, request: RequestId, now_s: float) -> None:
         """A request there was answered: a passive sign of health."""
-        member.answered_at_s = self.now_s()
-        member.breaker.succeeded(request, member.answered_at_s)
+        member.answered_at_s = now_s
+        member.breaker.succeeded(request, now_s)
         # Only a probe ends `Down`: an answer that began before the failure proves nothing.
         if not member.health.down:
             member.health.succeeded()
@@ -234,9 +234,9 @@ class Fleet:
         if member.worker in self._wakes:
             self._wakes[member.worker].set()
 
-    def request_ended(self, member: Member, request: RequestId) -> None:
+    def request_ended(self, member: Member, request: RequestId, now_s: float) -> None:
         """It is no longer under way there, whatever became of it."""
-        member.end(request, now_s=self.now_s())
+        member.end(request, now_s=now_s)
         if member.worker in self._last_ended and not member.in_flight:
             self._last_ended[member.worker].set()
 

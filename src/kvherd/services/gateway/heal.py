@@ -29,6 +29,7 @@ from kvherd.wire.openai.edits import with_full_report
 log: Final = logging.getLogger(__name__)
 
 _PATHS: Final = frozenset({"/v1/chat/completions", "/v1/completions"})
+_VLLM: Final = WorkerKind.VLLM_HTTP.value
 LOOK_S: Final = 1.0
 PAUSE_S: Final = 60.0
 """One worker is flushed at most that often."""
@@ -49,7 +50,7 @@ class FullReports:
 
     def ask(self, turn: Turn, member: Member, body: bytes) -> bytes | None:
         """The body that has vLLM tell the prompt's chain; None if this request is left as it is."""
-        if not self._on or member.kind != WorkerKind.VLLM_HTTP or turn.incoming.path not in _PATHS:
+        if not self._on or member.kind != _VLLM or turn.incoming.path not in _PATHS:
             return None
         if len(body) >= LONG_CHAT_BYTES:  # each try to edit it reads all of it, and there are many short ones
             return None

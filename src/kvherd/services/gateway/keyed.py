@@ -13,6 +13,22 @@ from kvherd.wire.http_heads import first, without
 _HEADER: Final = b"authorization"
 
 
+class _Use(Passage):
+    """Of a key, by one request."""
+
+    __slots__ = ("_account",)
+
+    def __init__(self, landed: Landed, account: Account) -> None:
+        super().__init__(landed)
+        self._account = account
+
+    def leave(self) -> None:
+        self._account.end()
+
+    def undo(self) -> None:
+        self._account.take_back()
+
+
 class KeyedPath:
     """A `DataHandler` and `Launch` before others. Raises `KeyUnknown` and `KeyLimitReached`.
 
@@ -39,7 +55,7 @@ class KeyedPath:
         if self._keyring.open:
             return self._launch(request, responder, landed)
         account, request = self._admit(request)
-        return launch_within(self._launch, request, responder, Passage(landed, account.end), account.take_back)
+        return launch_within(self._launch, request, responder, _Use(landed, account))
 
     def _admit(self, request: DataRequest) -> tuple[Account, DataRequest]:
         """Who asks; `Account.end` must follow. The request without the key, with its name."""
@@ -48,9 +64,9 @@ class KeyedPath:
             account = self._keyring.account(presented)
             account.begin(asyncio.get_running_loop().time())
         except KeyLimitReached as error:
-            self._access.refused(request._replace(key=error.name), error)
+            self._access.refused(request.changed(key=error.name), error)
             raise
         except KeyUnknown as error:
             self._access.refused(request, error)
             raise
-        return account, request._replace(headers=without(request.headers, _HEADER), key=account.name)
+        return account, request.changed(headers=without(request.headers, _HEADER), key=account.name)

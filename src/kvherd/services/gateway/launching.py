@@ -12,7 +12,7 @@ from kvherd.core.errors import KvherdError, WorkerError
 from kvherd.ports.worker import Call, Flight, Landed, Responder, Worker
 from kvherd.services.gateway.choosing import Choice
 from kvherd.services.gateway.passage import hand_over
-from kvherd.services.gateway.patience import GiveUp, Wait
+from kvherd.services.gateway.patience import GivesUp, Wait
 from kvherd.services.gateway.tries import Tries
 from kvherd.services.gateway.turn import Turn
 
@@ -24,8 +24,9 @@ class Path(Protocol):
 
     def begin_try(self, turn: Turn, choice: Choice) -> tuple[Worker, Call, Responder]: ...
     def may_try_again(self, turn: Turn, error: WorkerError) -> bool: ...
-    def wait(self, turn: Turn, give_up: GiveUp) -> Wait: ...
-    def close(self, turn: Turn, error: BaseException | None) -> None: ...
+    def wait(self, turn: Turn, who: GivesUp) -> Wait: ...
+    def close(self, turn: Turn, error: BaseException | None, now_s: float) -> None: ...
+    def now_s(self) -> float: ...
     async def finish(self, turn: Turn, answer: Awaitable[None] | None = None) -> None: ...
 
 
@@ -48,16 +49,17 @@ class Launched:
         try:
             worker, call, responder = path.begin_try(turn, choice)
         except KvherdError as error:
-            path.close(turn, error)
+            path.close(turn, error, path.now_s())
             raise
         try:
             self._flight = worker.launch(call, responder, self.landed)
         except BaseException as error:
-            path.tries.end(turn, error)
-            path.close(turn, error)
+            now_s = path.now_s()
+            path.tries.end(turn, error, now_s)
+            path.close(turn, error, now_s)
             raise
         if self._flight is not None:
-            self._wait = path.wait(turn, self._give_up)
+            self._wait = path.wait(turn, self)
         else:
             answer = worker.forward(call, responder)
             self._starting = asyncio.get_running_loop().call_soon(self._start, answer), answer
@@ -71,8 +73,7 @@ class Launched:
             answer.close()
         elif self._flight is not None:
             self._flight.cancel()
-        self._end_try(left)
-        self._path.close(self._turn, left)
+        self._path.close(self._turn, left, self._end_try(left))
 
     def landed(self, outcome: Exception | Coroutine[Any, Any, None] | None) -> None:
         """The worker's flight has ended, or is to go on in a task."""
@@ -83,16 +84,16 @@ class Launched:
                 self._wait.over()
             self._go_on(outcome)
             return
-        self._end_try(outcome)
+        now_s = self._end_try(outcome)
         if isinstance(outcome, WorkerError):
             if path.may_try_again(turn, outcome):
                 hand_over(self._landed, path.finish(turn), self._abandoned)
                 return
             outcome = None  # its client was told
-        path.close(turn, outcome)
+        path.close(turn, outcome, now_s)
         self._landed(outcome)
 
-    def _give_up(self, why: KvherdError) -> None:
+    def give_up(self, why: KvherdError) -> None:
         if self._flight is not None:
             self._flight.cancel()
             self.landed(why if isinstance(why, Exception) else None)
@@ -106,16 +107,19 @@ class Launched:
         """Await the rest of this try in a task."""
 
         def abandoned() -> None:
-            self._path.tries.end(self._turn, asyncio.CancelledError())
+            self._path.tries.end(self._turn, asyncio.CancelledError(), self._path.now_s())
             self._abandoned()
 
         hand_over(self._landed, self._path.finish(self._turn, answer), abandoned, within=answer)
 
-    def _end_try(self, error: BaseException | None) -> None:
+    def _end_try(self, error: BaseException | None) -> float:
+        """When that was."""
         if self._wait is not None:
             self._wait.over()
             self._wait = None  # it refers back to this object
-        self._path.tries.end(self._turn, error)
+        now_s = self._path.now_s()
+        self._path.tries.end(self._turn, error, now_s)
+        return now_s
 
     def _abandoned(self) -> None:
-        self._path.close(self._turn, asyncio.CancelledError())
+        self._path.close(self._turn, asyncio.CancelledError(), self._path.now_s())

@@ -34,6 +34,17 @@ class Admitting(Protocol):
     def held(self) -> int: ...
 
 
+class _Tallied(Collector):
+    def __init__(self, tallies: Tallies) -> None:
+        self._tallies = tallies
+
+    def describe(self) -> Iterable[Metric]:
+        return ()
+
+    def collect(self) -> Iterable[Metric]:
+        return self._tallies.collect()
+
+
 class GatewayMetrics:
     """Counts what happens; `watch` adds what is, read when someone asks."""
 
@@ -41,8 +52,8 @@ class GatewayMetrics:
         self.grpc_handshakes = Handshakes()
         self._registry = CollectorRegistry()
         disable_created_metrics()  # type: ignore[no-untyped-call] # a second series for each counter, which nobody asks for
-        tallies = Tallies()
-        self._registry.register(tallies)
+        self.tallies = tallies = Tallies()
+        self._registry.register(_Tallied(tallies))
         self.ended, self.used = tallies.ended, tallies.used
         self.cached, self.judged = tallies.cached, tallies.judged
         self._retries = Counter(

@@ -14,23 +14,30 @@ def launch_none(_request: DataRequest, _responder: Responder, _landed: Landed) -
 
 
 class Passage:
-    """A flight within another path's: `leave` is called once, when it lands, is cancelled, or its task ends."""
+    """A flight within another path's. Who extends it says what `leave` does."""
 
-    __deletable__ = ("flight",)
-    __slots__ = ("_landed", "flight", "leave")
+    __slots__ = ("_landed", "flight")
 
-    flight: Flight
-
-    def __init__(self, landed: Landed, leave: Callable[[], None]) -> None:
+    def __init__(self, landed: Landed) -> None:
         self._landed = landed
-        self.leave = leave
+        self.flight: Flight | None = None
+
+    def leave(self) -> None:
+        """Called once, when it lands, is cancelled, or its task ends."""
+        raise NotImplementedError
+
+    def undo(self) -> None:
+        """Called in place of `leave` if nothing has happened."""
+        self.leave()
 
     def cancel(self) -> None:
-        self.flight.cancel()
+        flight, self.flight = self.flight, None
+        if flight is not None:
+            flight.cancel()
         self.leave()
 
     def landed(self, outcome: Exception | Coroutine[Any, Any, None] | None) -> None:
-        del self.flight  # it refers back to this object
+        self.flight = None  # it refers back to this object
         if outcome is None or isinstance(outcome, Exception):
             self.leave()
             self._landed(outcome)
@@ -44,17 +51,15 @@ class Passage:
             self.leave()
 
 
-def launch_within(
-    launch: Launch, request: DataRequest, responder: Responder, passage: Passage, undo: Callable[[], None]
-) -> Flight | None:
-    """Launch it through a passage. `undo` is called in place of the passage's `leave` if nothing has happened."""
+def launch_within(launch: Launch, request: DataRequest, responder: Responder, passage: Passage) -> Flight | None:
+    """Launch it through a passage."""
     try:
         flight = launch(request, responder, passage.landed)
     except BaseException:
         passage.leave()
         raise
     if flight is None:
-        undo()
+        passage.undo()
         return None
     passage.flight = flight
     return passage

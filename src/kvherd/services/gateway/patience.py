@@ -5,8 +5,8 @@ its beginning for each: one clock for all of them, since one for each would cost
 """
 
 import asyncio
-from collections.abc import Callable, Iterable
-from typing import Final
+from collections.abc import Iterable
+from typing import Final, Protocol
 
 from kvherd.core.errors import FieldInvalid, KvherdError, WorkerTimedOut, WorkerUnreachable
 from kvherd.core.fleet.health import Down
@@ -39,7 +39,10 @@ def with_deadline(headers: Iterable[tuple[bytes, bytes]], left_s: float) -> list
     return [*(header for header in headers if header[0] != TIMEOUT), (TIMEOUT, b"%.3f" % max(0.001, left_s))]
 
 
-GiveUp = Callable[[KvherdError], None]
+class GivesUp(Protocol):
+    def give_up(self, why: KvherdError) -> None:
+        """Called at most once."""
+        ...
 
 
 class Patience:
@@ -57,15 +60,16 @@ class Patience:
             self._loop = asyncio.get_running_loop()
         return self._loop
 
-    def wait(self, member: Member, now_s: float, give_up: GiveUp, ends: tuple[float, float] | None) -> "Wait":
-        """A try begins. `give_up` is called at most once, with why; `over` must follow in any case.
+    def wait(self, member: Member, now_s: float, who: GivesUp, ends: tuple[float, float] | None) -> "Wait":
+        """A try begins. `who` may be told to give up; `over` must follow in any case.
 
         `ends` is when the client's own deadline comes, and how long it had given.
         """
-        wait = Wait(self, member, now_s, give_up, ends)
+        wait = Wait(self, member, now_s, who, ends)
         if ends is not None:
             wait.go_on(now_s)
         else:
+            wait.fresh = True
             self.fresh[wait] = None
             if self._clock is None:
                 self._clock = self.loop.call_at(now_s + self.bounds.first_look_s, self._look)
@@ -82,22 +86,25 @@ class Patience:
                 self._clock = self.loop.call_at(due_s, self._look)
                 return
             del self.fresh[oldest]
+            oldest.fresh = False
             oldest.look()
 
 
 class Wait:
     """For one answer to begin, and for its end if the client gave it a deadline."""
 
-    __slots__ = ("_clock", "_ends", "_give_up", "_member", "_patience", "_started", "began_s")
+    __slots__ = ("_clock", "_ends", "_member", "_patience", "_started", "_who", "began_s", "fresh")
 
     def __init__(
-        self, patience: Patience, member: Member, began_s: float, give_up: GiveUp, ends: tuple[float, float] | None
+        self, patience: Patience, member: Member, began_s: float, who: GivesUp, ends: tuple[float, float] | None
     ) -> None:
         self._patience = patience
         self._member = member
         self.began_s = began_s
-        self._give_up = give_up
+        self._who = who
         self._ends = ends
+        self.fresh = False
+        """Nobody has looked yet."""
         self._started = False
         self._clock: asyncio.TimerHandle | None = None
 
@@ -109,7 +116,9 @@ class Wait:
             self.go_on(self.began_s)
 
     def over(self) -> None:
-        self._patience.fresh.pop(self, None)
+        if self.fresh:
+            self.fresh = False
+            del self._patience.fresh[self]
         if self._clock is not None:
             self._clock.cancel()
             self._clock = None
@@ -127,11 +136,11 @@ class Wait:
         bounds, now_s, verdict = self._patience.bounds, self._patience.loop.time(), self._member.health.verdict
         waited_s = now_s - self.began_s
         if self._ends is not None and now_s >= self._ends[0]:
-            self._give_up(DeadlinePassed(self._ends[1]))
+            self._who.give_up(DeadlinePassed(self._ends[1]))
         elif waited_s >= bounds.first_byte_s:
-            self._give_up(WorkerTimedOut(self._member.worker, bounds.first_byte_s))
+            self._who.give_up(WorkerTimedOut(self._member.worker, bounds.first_byte_s))
         elif isinstance(verdict, Down):
             reason = f"it gave no byte of an answer for {waited_s:.0f} s and is down: {verdict.reason}"
-            self._give_up(WorkerUnreachable(self._member.worker, reason))
+            self._who.give_up(WorkerUnreachable(self._member.worker, reason))
         else:
             self.go_on(now_s)

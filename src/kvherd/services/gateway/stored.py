@@ -80,7 +80,7 @@ class _StoredPath:
 
     async def answer(self, request: DataRequest, responder: Responder, keeper: WorkerId | None) -> None:
         if request.path in _ROOTS:
-            request = request._replace(headers=uncompressed(request.headers))
+            request = request.changed(headers=uncompressed(request.headers))
             responder = _Learning(responder, self._remember)
         await self._inner(request, responder, keeper)
 

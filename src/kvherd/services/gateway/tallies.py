@@ -2,12 +2,10 @@
 lock and some calls each, five times a request.
 """
 
-from bisect import bisect_left
 from collections.abc import Iterable
 from typing import Final
 
 from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, Metric
-from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 from kvherd.core.fleet.truth import Verdict
@@ -28,7 +26,12 @@ class Spread:
         self._total = 0.0
 
     def saw(self, value: float) -> None:
-        self._counts[bisect_left(self._bounds, value)] += 1
+        at = 0
+        for bound in self._bounds:  # compiled, that is less than a call; most are below the first ones
+            if value <= bound:
+                break
+            at += 1
+        self._counts[at] += 1
         self._total += value
 
     def tell(self, family: HistogramMetricFamily, labels: list[str]) -> None:
@@ -39,13 +42,22 @@ class Spread:
         family.add_metric(labels, buckets, self._total)
 
 
-class Tallies(Collector):
+class Tally:
+    """Of one model at one worker."""
+
+    __slots__ = ("completion_tokens", "outcomes", "prompt_tokens", "used")
+
+    def __init__(self) -> None:
+        self.outcomes: dict[str, int] = {}
+        self.prompt_tokens = self.completion_tokens = 0
+        self.used = False
+
+
+class Tallies:
     """Requests, their tokens and times, by worker."""
 
     def __init__(self) -> None:
-        self._ended: dict[tuple[str, str, str], int] = {}
-        self._prompt_tokens: dict[tuple[str, str], int] = {}
-        self._completion_tokens: dict[tuple[str, str], int] = {}
+        self._requests: dict[str, dict[str, Tally]] = {}
         self._predicted: dict[str, int] = {}
         self._reported: dict[str, int] = {}
         self._verdicts: dict[tuple[str, str], int] = {}
@@ -53,8 +65,8 @@ class Tallies(Collector):
         self._itl_s: dict[str, Spread] = {}
 
     def ended(self, worker: str, model: str, outcome: str, ttft_s: float | None) -> None:
-        key = worker, model, outcome
-        self._ended[key] = self._ended.get(key, 0) + 1
+        outcomes = self._tally(worker, model).outcomes
+        outcomes[outcome] = outcomes.get(outcome, 0) + 1
         if ttft_s is not None:
             spread = self._ttft_s.get(worker)
             if spread is None:
@@ -62,11 +74,21 @@ class Tallies(Collector):
             spread.saw(ttft_s)
 
     def used(self, worker: str, model: str, usage: Usage, itl_s: float | None) -> None:
-        key = worker, model
-        self._prompt_tokens[key] = self._prompt_tokens.get(key, 0) + usage.prompt_tokens
-        self._completion_tokens[key] = self._completion_tokens.get(key, 0) + usage.completion_tokens
+        tally = self._tally(worker, model)
+        tally.used = True
+        tally.prompt_tokens += usage.prompt_tokens
+        tally.completion_tokens += usage.completion_tokens
         if itl_s is not None:
             self._itl_s.setdefault(worker, Spread(_ITL_BUCKETS_S)).saw(itl_s)
+
+    def _tally(self, worker: str, model: str) -> Tally:
+        models = self._requests.get(worker)
+        if models is None:
+            models = self._requests[worker] = {}
+        tally = models.get(model)
+        if tally is None:
+            tally = models[model] = Tally()
+        return tally
 
     def cached(self, worker: str, predicted: int, reported: int | None) -> None:
         self._predicted[worker] = self._predicted.get(worker, 0) + predicted
@@ -77,24 +99,24 @@ class Tallies(Collector):
         key = worker, verdict.value
         self._verdicts[key] = self._verdicts.get(key, 0) + 1
 
-    def describe(self) -> Iterable[Metric]:
-        return ()
-
     def collect(self) -> Iterable[Metric]:
         requests = CounterMetricFamily(
             "kvherd_gateway_requests",
             "Requests of the data path, by what became of them",
             labels=["worker", "model", "outcome"],
         )
-        for ended, count in self._ended.items():
-            requests.add_metric(ended, count)
+        told = [(worker, model, tally) for worker, of in self._requests.items() for model, tally in of.items()]
+        for worker, model, tally in told:
+            for outcome, count in tally.outcomes.items():
+                requests.add_metric([worker, model, outcome], count)
         yield requests
         tokens = CounterMetricFamily(
             "kvherd_gateway_tokens", "Tokens of answers that told their usage", labels=["worker", "model", "of"]
         )
-        for of, counts in (("prompt", self._prompt_tokens), ("completion", self._completion_tokens)):
-            for (worker, model), count in counts.items():
-                tokens.add_metric([worker, model, of], count)
+        for worker, model, tally in told:
+            if tally.used:
+                tokens.add_metric([worker, model, "prompt"], tally.prompt_tokens)
+                tokens.add_metric([worker, model, "completion"], tally.completion_tokens)
         yield tokens
         predicted = CounterMetricFamily(
             "kvherd_gateway_predicted_cached_tokens", "Prompt tokens expected to be cached", labels=["worker"]

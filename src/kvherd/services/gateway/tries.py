@@ -15,7 +15,27 @@ from kvherd.services.gateway.parity import counted
 from kvherd.services.gateway.patience import with_deadline
 from kvherd.services.gateway.turn import Turn
 from kvherd.services.gateway.usage_samples import UsageSamples, WithoutUsage, uncompressed
-from kvherd.services.gateway.witness import unheard
+
+
+class _Heard:
+    """`News` of one try."""
+
+    __slots__ = ("_fleet", "_late", "_member", "_turn")
+
+    def __init__(self, turn: Turn, member: Member, fleet: Fleet, late: LateBinding | None) -> None:
+        self._turn = turn
+        self._member = member
+        self._fleet = fleet
+        self._late = late
+
+    def first_token(self) -> None:
+        self._turn.first_token_at_s = now_s = self._fleet.now_s()
+        self._member.answered(self._turn.request, now_s=now_s)
+        if self._late is not None:
+            self._late.look()
+
+    def usage(self, told: Usage) -> None:
+        self._turn.usage = told
 
 
 class Tries:
@@ -57,19 +77,19 @@ class Tries:
             self._credit.sent(turn.request, prompt, member, turn.rank)
         return call, responder
 
-    def end(self, turn: Turn, error: BaseException | None) -> None:
+    def end(self, turn: Turn, error: BaseException | None, now_s: float) -> None:
         """It is over, however it ended; the worker's health learns from it."""
         member = turn.served_by
-        turn.witness.on_start = unheard  # else it would be the collector that finds the turn
+        turn.witness.wait = None  # else it would be the collector that finds the turn
         if error is None:
-            self._fleet.request_succeeded(member, turn.request)
+            self._fleet.request_succeeded(member, turn.request, now_s)
         elif isinstance(error, WorkerError) and not isinstance(error, WorkerRefused | WorkerUnsupported):
             self._fleet.request_failed(member, turn.request, error)
         else:
             member.breaker.abandoned(turn.request)  # it is well, and said no; or its client has left
         if turn.trial is not None:
             self._audit.end(member, turn.trial)
-        self._fleet.request_ended(member, turn.request)
+        self._fleet.request_ended(member, turn.request, now_s)
         if self._credit is not None:
             self._credit.ended(turn.request)
         if self._late is not None:
@@ -80,27 +100,17 @@ class Tries:
         call = self._call(turn, member)
         reporting = self._reports.ask(turn, member, call.body)
         if reporting is not None:
-            call = call._replace(body=reporting)
+            call = call.changed(body=reporting)
         sampling = self._samples.ask(turn, member, call.body)
         turn.sampled = sampling is not None
         if sampling is None:
             return call, turn.witness
-        return call._replace(body=sampling, headers=uncompressed(call.headers)), WithoutUsage(turn.witness)
+        return call.changed(body=sampling, headers=uncompressed(call.headers)), WithoutUsage(turn.witness)
 
     def _call(self, turn: Turn, member: Member) -> Call:
         incoming, headers, prompt = turn.incoming, turn.incoming.headers, turn.prompt
         if turn.ends is not None:
             headers = with_deadline(headers, turn.ends[0] - turn.sent_at_s)
-
-        def first_token() -> None:
-            turn.first_token_at_s = now_s = self._fleet.now_s()
-            member.answered(turn.request, now_s=now_s)
-            if self._late is not None:
-                self._late.look()
-
-        def usage(told: Usage) -> None:
-            turn.usage = told
-
         return Call(
             incoming.method,
             incoming.target,
@@ -108,12 +118,11 @@ class Tries:
             incoming.body,
             turn.request,
             turn.model,
-            turn.asked.streams,
+            turn.streams,
             None if prompt.several else prompt.token_ids,
             turn.headers,
             turn.rank if turn.wanted_rank is None else None,
-            first_token,
-            usage,
+            _Heard(turn, member, self._fleet, self._late),
             turn.ends,
         )
 
@@ -127,7 +136,7 @@ class Tries:
         if turn.predicted is not None:
             self._metrics.cached(member.worker, turn.predicted, cached)
         # Over HTTP the first token of an answer that does not stream comes with the last.
-        seen = turn.asked.streams or member.worker.startswith(GRPC)
+        seen = turn.streams or member.worker.startswith(GRPC)
         if seen and turn.first_token_at_s is not None:
             prompt_tokens = turn.usage.prompt_tokens if turn.usage else turn.prompt.tokens
             known = turn.predicted if cached is None else cached

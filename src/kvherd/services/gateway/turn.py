@@ -1,7 +1,7 @@
 """One request of the data path on its way, and what became of it."""
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Mapping, Sequence
+from typing import Final
 
 from kvherd.core.errors import KvherdError, WorkerError
 from kvherd.core.fleet.roster import Member
@@ -10,38 +10,11 @@ from kvherd.ports.completions import Usage
 from kvherd.services.gateway.audit import Trial
 from kvherd.services.gateway.credit import NO_MATCH, Match
 from kvherd.services.gateway.prompts import Prompt
+from kvherd.services.gateway.relay.edge import DataRequest
 from kvherd.services.gateway.witness import Witness
 from kvherd.wire.openai.routing import Peek
 
-
-class Incoming(Protocol):
-    """A complete request, as the relay hands it over; header names in lower case."""
-
-    @property
-    def method(self) -> str: ...
-    @property
-    def target(self) -> str: ...
-    @property
-    def path(self) -> str: ...
-    @property
-    def headers(self) -> Sequence[tuple[bytes, bytes]]: ...
-    @property
-    def body(self) -> bytes: ...
-    @property
-    def request(self) -> RequestId: ...
-    @property
-    def key(self) -> str:
-        """The name of the client's API key; empty where none is wanted."""
-        ...
-
-
-class Renamed:
-    """A request whose client gave an alias: the same with the model's own name in its body."""
-
-    def __init__(self, incoming: Incoming, body: bytes) -> None:
-        self.method, self.target, self.path = incoming.method, incoming.target, incoming.path
-        self.headers, self.request, self.key = incoming.headers, incoming.request, incoming.key
-        self.body = body
+_NOT_TRIED: Final[dict[WorkerId, WorkerError]] = {}
 
 
 class Turn:
@@ -73,6 +46,7 @@ class Turn:
         "request",
         "sampled",
         "sent_at_s",
+        "streams",
         "trial",
         "tried",
         "uncached",
@@ -83,7 +57,7 @@ class Turn:
 
     def __init__(  # noqa: PLR0917 - what is known of every request
         self,
-        incoming: Incoming,
+        incoming: DataRequest,
         request: RequestId,
         asked: Peek,
         model: str,
@@ -94,6 +68,7 @@ class Turn:
         self.incoming = incoming
         self.request = request
         self.asked = asked
+        self.streams = asked.streams
         self.model = model
         self.prompt = prompt
         self.witness = witness
@@ -105,7 +80,7 @@ class Turn:
         """When the client's own deadline comes, and how many seconds it gave."""
         self.keeper: WorkerId | None = None
         """The one worker that can answer."""
-        self.tried: dict[WorkerId, WorkerError] = {}
+        self.tried: Mapping[WorkerId, WorkerError] = _NOT_TRIED
         self.last_error: WorkerError | None = None
         self.gave_up: KvherdError | None = None
         """Why the gateway itself ended the try."""

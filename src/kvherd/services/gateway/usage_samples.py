@@ -100,4 +100,4 @@ def uncompressed(headers: Sequence[tuple[bytes, bytes]]) -> list[tuple[bytes, by
 
 def _silent(turn: Turn) -> bool:
     """A stream whose client said nothing about its usage."""
-    return turn.asked.streams and not bytes(turn.asked.stream_options) and turn.incoming.path in _PATHS
+    return turn.streams and not bytes(turn.asked.stream_options) and turn.incoming.path in _PATHS

@@ -1,23 +1,26 @@
 """Stands between a worker and a client, passes everything on at once, and remembers how it went."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
 
 from kvherd.ports.worker import Responder
-
-
-def unheard() -> None:
-    return
+from kvherd.services.gateway.patience import Wait
+from kvherd.services.gateway.relay.responder import ConnectionResponder
 
 
 class Around:
     """What every `Responder` around another passes on as it is. Who extends it adds `write` and `write_chunk`."""
 
-    __slots__ = ("_inner", "drain", "when_drained")
+    __slots__ = ("_inner",)
 
     def __init__(self, inner: Responder) -> None:
         self._inner = inner
-        self.drain = inner.drain
-        self.when_drained = inner.when_drained
+
+    def drain(self) -> Coroutine[Any, Any, None]:
+        return self._inner.drain()
+
+    def when_drained(self, then: Callable[[], None]) -> None:
+        self._inner.when_drained(then)
 
     @property
     def started(self) -> bool:
@@ -28,15 +31,15 @@ class Around:
 
 
 class Witness(Around):
-    """`on_start` is called when an answer begins."""
+    """`wait` is told when an answer begins."""
 
-    __slots__ = ("failure", "on_start", "over", "status", "write", "write_chunk")
+    __slots__ = ("_relayed", "failure", "over", "status", "wait")
 
     def __init__(self, inner: Responder) -> None:
         super().__init__(inner)
-        self.write = inner.write  # the bytes themselves are none of its business: a call less for each of them
-        self.write_chunk = inner.write_chunk
-        self.on_start: Callable[[], None] = unheard
+        self._relayed = inner if isinstance(inner, ConnectionResponder) else None
+        """The same, of a class that calls can be compiled to: nothing is called as often as these."""
+        self.wait: Wait | None = None
         self.status = 0
         self.over = False
         self.failure = ""
@@ -44,7 +47,20 @@ class Witness(Around):
     def start(self, status: int, headers: Sequence[tuple[bytes, bytes]]) -> None:
         self.status = status
         self._inner.start(status, headers)
-        self.on_start()
+        if self.wait is not None:
+            self.wait.started()
+
+    def write(self, data: bytes) -> None:
+        if self._relayed is not None:
+            self._relayed.write(data)
+        else:
+            self._inner.write(data)
+
+    def write_chunk(self, chunk: bytes) -> None:
+        if self._relayed is not None:
+            self._relayed.write_chunk(chunk)
+        else:
+            self._inner.write_chunk(chunk)
 
     def end(self) -> None:
         self.over = True

@@ -3,30 +3,62 @@
 import re
 from collections.abc import Awaitable, Callable, MutableMapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 from kvherd.core.ids import RequestId
 from kvherd.ports.worker import Flight, Landed, Responder
 from kvherd.wire.openai.stored import CONVERSATIONS, RESPONSES
 
 
-class DataRequest(NamedTuple):
+class DataRequest:
     """One request, complete and within bounds.
 
     Header names are in lower case; headers that concern only the client's own connection are gone. `x-request-id` and
     `traceparent` are always there: the client's, or made here. `query` has no question mark. `key` is the name of the
-    client's API key, empty where none is wanted. A named tuple and not a
-    frozen dataclass: one is made for every request, and a tuple costs a quarter.
+    client's API key, empty where none is wanted. Never changed. No dataclass: one is made for every request, and the
+    `__init__` that a dataclass is given cannot be compiled.
     """
 
-    method: str
-    path: str
-    query: str
-    headers: Sequence[tuple[bytes, bytes]]
-    body: bytes
-    peer: str
-    request: RequestId
-    key: str = ""
+    __slots__ = ("body", "headers", "key", "method", "path", "peer", "query", "request")
+
+    def __init__(  # noqa: PLR0917 - what a request is
+        self,
+        method: str,
+        path: str,
+        query: str,
+        headers: Sequence[tuple[bytes, bytes]],
+        body: bytes,
+        peer: str,
+        request: RequestId,
+        key: str = "",
+    ) -> None:
+        self.method = method
+        self.path = path
+        self.query = query
+        self.headers = headers
+        self.body = body
+        self.peer = peer
+        self.request = request
+        self.key = key
+
+    def changed(
+        self,
+        *,
+        headers: Sequence[tuple[bytes, bytes]] | None = None,
+        body: bytes | None = None,
+        key: str | None = None,
+    ) -> "DataRequest":
+        """The same but for what is given."""
+        return DataRequest(
+            self.method,
+            self.path,
+            self.query,
+            self.headers if headers is None else headers,
+            self.body if body is None else body,
+            self.peer,
+            self.request,
+            self.key if key is None else key,
+        )
 
     @property
     def target(self) -> str:

@@ -1,7 +1,6 @@
 """What a request is given on its way: a name, a trace, and who it was that asked."""
 
 import asyncio
-import itertools
 import random
 from typing import Final
 
@@ -11,12 +10,35 @@ Headers = list[tuple[bytes, bytes]]
 
 # Identifiers are half this process's own dice, half a count: one cast for each request would cost more than parsing it.
 _OURS: Final = b"%016x" % random.SystemRandom().getrandbits(64)
-_counted = itertools.count(random.SystemRandom().getrandbits(63))
+_LOW: Final = [b"%02x" % low for low in range(256)]
+
+
+class _Count:
+    """Sixteen hexadecimal digits that go up by one; all but the last two are written once for 256 of them."""
+
+    __slots__ = ("_high", "_high_digits", "_low")
+
+    def __init__(self, start: int) -> None:
+        self._high = start
+        self._high_digits = b"%014x" % start
+        self._low = 0
+
+    def next(self) -> bytes:
+        low = self._low
+        if low == 256:
+            self._high += 1
+            self._high_digits = b"%014x" % self._high
+            low = 0
+        self._low = low + 1
+        return self._high_digits + _LOW[low]
+
+
+_counted: Final = _Count(random.SystemRandom().getrandbits(55))
 
 
 def identify(headers: Headers, *, named: bool, traced: bool) -> RequestId:
     """The request's name: what the client calls it if it is `named`, else one that is added; and a trace if none is."""
-    mine = b"%016x" % next(_counted)
+    mine = _counted.next()
     if named:
         name = next(value for key, value in headers if key == b"x-request-id")
     else:
@@ -27,15 +49,13 @@ def identify(headers: Headers, *, named: bool, traced: bool) -> RequestId:
     return RequestId(name.decode("latin-1"))
 
 
-def identified_anew(*, traced: bool) -> tuple[bytes, tuple[tuple[bytes, bytes], ...], bytes]:
-    """A name for a request that has none, the headers that say it, and these as they are sent."""
-    mine = b"%016x" % next(_counted)
+def identified_anew(*, traced: bool) -> tuple[bytes, bytes]:
+    """A name for a request that has none, and the headers that say it, with a trace unless it has one."""
+    mine = _counted.next()
     name = _OURS + mine
     if traced:
-        return name, ((b"x-request-id", name),), b"x-request-id: %b\r\n" % name
-    trace = b"00-%b-%b-01" % (name, mine)
-    own = ((b"x-request-id", name), (b"traceparent", trace))
-    return name, own, b"x-request-id: %b\r\ntraceparent: %b\r\n" % (name, trace)
+        return name, b"x-request-id: %b\r\n" % name
+    return name, b"x-request-id: %b\r\ntraceparent: 00-%b-%b-01\r\n" % (name, name, mine)
 
 
 def forwarded(peer: str, *, secured: bool = False) -> tuple[tuple[bytes, bytes], ...]:

@@ -16,12 +16,15 @@ class Stage(Enum):
 
 
 class Incoming:
-    """A request and what its connection must know to answer it."""
+    """A request and what its connection must know to answer it. `name` is the request's, as it is sent."""
 
-    __slots__ = ("http10", "is_data", "keep_alive", "request")
+    __slots__ = ("http10", "is_data", "keep_alive", "name", "request")
 
-    def __init__(self, request: DataRequest, *, keep_alive: bool, http10: bool, is_data: bool) -> None:
+    def __init__(
+        self, request: DataRequest, *, keep_alive: bool, http10: bool, is_data: bool, name: bytes = b""
+    ) -> None:
         self.request = request
+        self.name = name or request.request.encode("latin-1")
         self.keep_alive = keep_alive
         self.http10 = http10
         self.is_data = is_data

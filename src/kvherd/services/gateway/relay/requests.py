@@ -8,7 +8,8 @@ nothing more is read: a parser that lost its place must not guess where the next
 
 import re
 from collections import deque
-from typing import Final, NamedTuple
+from dataclasses import dataclass
+from typing import Final
 
 import httptools
 
@@ -144,17 +145,15 @@ class RequestParser:
 
     def _recall(self, data: bytes, usual: "_Usual") -> bool:
         """Whether the piece is one whole request with the head of an earlier one; then it is `ready`."""
-        found = usual.head.body(data)
-        if found is None:
+        begin = usual.head.body(data)
+        length = len(data) - begin
+        if begin < 0 or length > self._limits.body_bytes:
             return False
-        begin, length = found
-        if begin + length != len(data) or length > self._limits.body_bytes:
-            return False
-        name, own, written = identified_anew(traced=usual.has_traceparent)
-        headers = KnownHeaders(usual.block, ((b"content-length", b"%d" % length), *own), written)
+        name, written = identified_anew(traced=usual.has_traceparent)
+        headers = KnownHeaders(usual.block, (), written, length)
         identified = RequestId(name.decode())
         request = DataRequest(usual.method, usual.path, usual.query, headers, data[begin:], self._peer, identified)
-        self.ready.append(Incoming(request, keep_alive=True, http10=False, is_data=usual.is_data))
+        self.ready.append(Incoming(request, keep_alive=True, http10=False, is_data=usual.is_data, name=name))
         self._misses = 0
         return True
 
@@ -366,7 +365,8 @@ class RequestParser:
         return DataRequest(name, path, query, headers, body, self._peer, identified)
 
 
-class _Usual(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class _Usual:
     """A request with a head that may come again, without what is of its own."""
 
     head: KnownHead

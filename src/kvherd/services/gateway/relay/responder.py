@@ -5,7 +5,7 @@ import socket
 import struct
 from collections.abc import Callable, Coroutine, Sequence
 from http import HTTPStatus
-from typing import Any, Final, NamedTuple, Protocol
+from typing import Any, Final, Protocol
 
 import msgspec
 
@@ -14,7 +14,7 @@ from kvherd.core.ids import RequestId, WorkerId
 from kvherd.services.gateway.relay.incoming import Incoming
 from kvherd.services.gateway.relay.outbox import Outbox
 from kvherd.wire.http_chunks import content
-from kvherd.wire.http_heads import Block, KnownHeaders
+from kvherd.wire.http_heads import Block, Header, KnownHeaders
 from kvherd.wire.openai.errors import error_body, error_object
 
 
@@ -50,19 +50,35 @@ class HeaderUnsafe(ValueError):
     """A header of an answer held a line break or had no valid form; sending it would let it forge others."""
 
 
-class _Noted(NamedTuple):
+class _Noted:
     """What is written for a block of headers. Not `plain`: nothing can be said without the whole message."""
 
-    lines: bytes
-    many: int
-    sse: bool
-    plain: bool
+    __slots__ = ("_lines", "_more", "_status", "head", "plain", "sse")
 
+    def __init__(self, block: Block) -> None:
+        self.plain = {name for name, _ in block.headers}.isdisjoint(_NEEDS_THE_WHOLE)
+        self.sse = (block.first(b"content-type") or b"").startswith(b"text/event-stream")
+        self._lines = block.lines(_OF_THE_CONNECTION)
+        self._status = 0
+        self._more: tuple[Header, ...] = ()
+        self.head = b""
+        """The beginning of an answer with these headers, the status and the other headers asked for last."""
 
-def _noted(block: Block) -> _Noted:
-    told, lines = {name for name, _ in block.headers}, block.lines(_OF_THE_CONNECTION)
-    sse = (block.first(b"content-type") or b"").startswith(b"text/event-stream")
-    return _Noted(lines, lines.count(b"\n"), sse, plain=told.isdisjoint(_NEEDS_THE_WHOLE))
+    def knows(self, status: int, more: tuple[Header, ...]) -> bool:
+        """Whether `head` begins an answer of this status with `more` headers, which are the same again and again.
+        Raises `HeaderUnsafe`.
+        """
+        if status == self._status and more is self._more:
+            return True
+        parts = [_STATUS_LINES.get(status) or b"HTTP/1.1 %d \r\n" % status, self._lines]
+        for name, value in more:
+            if name in _NOTABLE:
+                return False
+            parts += (name, b": ", value, b"\r\n")
+        head = b"".join(parts)
+        _check_lines(head, self._lines.count(b"\n") + len(more) + 1)
+        self._status, self._more, self.head = status, more, head
+        return True
 
 
 class ConnectionResponder:
@@ -225,7 +241,7 @@ class ConnectionResponder:
             parts += (name, b": ", value, b"\r\n")
             lines += 1
         if not has_id:
-            parts += (b"x-request-id: ", request.request.encode("latin-1"), b"\r\n")
+            parts += (b"x-request-id: ", self._incoming.name, b"\r\n")
             lines += 1
         self._silent = request.method == "HEAD" or status in _BODYLESS
         if self._left == _WITHOUT_LENGTH and not self._silent:
@@ -236,37 +252,24 @@ class ConnectionResponder:
         else:
             parts.append(b"\r\n")
         head = b"".join(parts)
-        if head.count(b"\n") != lines or head.count(b"\r") != lines:
-            raise HeaderUnsafe("a header of the answer holds a line break")
+        _check_lines(head, lines)
         return head
 
     def _known_head(self, status: int, headers: KnownHeaders) -> bytes:
-        """`_head`, for headers of which all but a few have been looked at before."""
+        """`_head`, for headers that have been looked at before."""
         noted = headers.block.noted
         if type(noted) is not _Noted:
-            noted = headers.block.noted = _noted(headers.block)
-        incoming = self._incoming
+            noted = headers.block.noted = _Noted(headers.block)
+        incoming, length = self._incoming, headers.length
         usual = noted.plain and self.keep_alive and not incoming.http10 and status not in _BODYLESS
-        if not usual or incoming.request.method == "HEAD":
+        if not usual or length < 0 or headers.written is not None or incoming.request.method == "HEAD":
+            return self._head(status, headers)
+        if not noted.knows(status, headers.more):
             return self._head(status, headers)
         self._chunked = self._silent = False
         self._sse = noted.sse
-        self._left = _WITHOUT_LENGTH
-        parts = [_STATUS_LINES.get(status) or b"HTTP/1.1 %d \r\n" % status, noted.lines]
-        for name, value in headers.own:
-            if name == b"content-length":
-                self._left = int(value)
-            elif name in _NOTABLE:
-                return self._head(status, headers)
-            parts += (name, b": ", value, b"\r\n")
-        if self._left == _WITHOUT_LENGTH:
-            return self._head(status, headers)
-        parts += (b"x-request-id: ", incoming.request.request.encode("latin-1"), b"\r\n\r\n")
-        head = b"".join(parts)
-        lines = noted.many + len(headers.own) + 3
-        if head.count(b"\n") != lines or head.count(b"\r") != lines:
-            raise HeaderUnsafe("a header of the answer holds a line break")
-        return head
+        self._left = length
+        return b"%bcontent-length: %d\r\nx-request-id: %b\r\n\r\n" % (noted.head, length, incoming.name)
 
     def _note(self, name: bytes, value: bytes) -> None:
         if name == b"content-length":
@@ -333,6 +336,11 @@ class ConnectionResponder:
             if connection is not None:
                 connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             transport.abort()
+
+
+def _check_lines(head: bytes, lines: int) -> None:
+    if head.count(b"\n") != lines or head.count(b"\r") != lines:
+        raise HeaderUnsafe("a header of the answer holds a line break")
 
 
 def _without_nominated(headers: Sequence[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
