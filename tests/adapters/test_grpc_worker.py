@@ -1,6 +1,7 @@
 """gRPC workers before an engine of SGLang's protocol that does as it is told."""
 
 import asyncio
+import hashlib
 import json
 import threading
 from collections.abc import AsyncIterator
@@ -28,10 +29,10 @@ from kvherd.core.errors import (
     WorkerUnsupported,
 )
 from kvherd.core.fleet.refusals import DeadlinePassed
-from kvherd.core.ids import RequestId, WorkerId
+from kvherd.core.ids import Rank, RequestId, WorkerId
 from kvherd.ports.worker import NOT_HELD, Call, RankOutcome, WorkerKind
 from kvherd.testing.patience import until
-from kvherd.testing.sglang_engine import EngineScript, ScriptedSglang, serving
+from kvherd.testing.sglang_engine import EOS, EngineScript, ScriptedSglang, serving
 from kvherd.testing.workers import FakeResponder
 
 pytestmark = pytest.mark.net
@@ -119,11 +120,46 @@ async def test_an_unhealthy_worker_says_why() -> None:
 
 
 class VllmEngine(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignore[misc] # generated, untyped
+    """Says `Paris` in chunks of one token and its end, and then all of the last chunk again, as vLLM does."""
+
+    def __init__(self, archive: bytes = b"") -> None:
+        self.archive = archive
+        self.requests: list[Any] = []
+        self.left = asyncio.Event()
+
+    async def Generate(self, request: Any, context: Any) -> AsyncIterator[Any]:  # noqa: N802
+        self.requests.append(request)
+        try:
+            counts = {"prompt_tokens": len(request.tokenized.input_ids), "cached_tokens": 4}
+            for token_id in (*b"Paris", EOS):
+                top = vllm_engine_pb2.TopLogProbs(token_ids=[token_id, 0], values=[-0.25, -3.0])
+                told = vllm_engine_pb2.OutputLogProbs(token_ids=[token_id], token_logprobs=[-0.25], top_logprobs=[top])
+                logprobs = told if request.sampling_params.HasField("logprobs") else None
+                chunk = vllm_engine_pb2.GenerateStreamChunk(
+                    token_ids=[token_id], completion_tokens=1, output_logprobs=logprobs, **counts
+                )
+                yield vllm_engine_pb2.GenerateResponse(chunk=chunk)
+                if request.sampling_params.ignore_eos:
+                    await asyncio.sleep(60)
+            complete = vllm_engine_pb2.GenerateComplete(
+                output_ids=[EOS], completion_tokens=1, finish_reason="stop", **counts
+            )
+            yield vllm_engine_pb2.GenerateResponse(complete=complete)
+        finally:
+            self.left.set()
+
+    async def GetTokenizer(self, request: Any, context: Any) -> AsyncIterator[Any]:  # noqa: N802
+        if not self.archive:
+            await context.abort(grpc.StatusCode.INTERNAL, "it was started with a name and no directory")
+        yield common_pb2.GetTokenizerChunk(data=self.archive, sha256=hashlib.sha256(self.archive).hexdigest())
+
     async def HealthCheck(self, request: Any, context: Any) -> Any:  # noqa: N802
         return vllm_engine_pb2.HealthCheckResponse(healthy=True)
 
     async def GetModelInfo(self, request: Any, context: Any) -> Any:  # noqa: N802
-        return vllm_engine_pb2.GetModelInfoResponse(model_path="/m", max_context_length=99)
+        return vllm_engine_pb2.GetModelInfoResponse(
+            model_path="/m", is_generation=True, max_context_length=99, vocab_size=259, eos_token_ids=[EOS]
+        )
 
     async def GetServerInfo(self, request: Any, context: Any) -> Any:  # noqa: N802
         return vllm_engine_pb2.GetServerInfoResponse(data_parallel_size=3)
@@ -133,9 +169,9 @@ class VllmEngine(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignore[misc]
 
 
 @asynccontextmanager
-async def foreign_server(names: list[str]) -> AsyncIterator[GrpcWorker]:
+async def foreign_server(names: list[str], engine: VllmEngine | None = None) -> AsyncIterator[GrpcWorker]:
     server = grpc.aio.server()
-    vllm_engine_pb2_grpc.add_VllmEngineServicer_to_server(VllmEngine(), server)
+    vllm_engine_pb2_grpc.add_VllmEngineServicer_to_server(engine or VllmEngine(), server)
     reflection.enable_server_reflection([*names, reflection.SERVICE_NAME], server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
@@ -147,14 +183,69 @@ async def foreign_server(names: list[str]) -> AsyncIterator[GrpcWorker]:
         await server.stop(None)
 
 
-async def test_a_vllm_engine_is_known_probed_and_flushed_but_not_asked_to_generate() -> None:
-    async with foreign_server(["vllm.grpc.engine.VllmEngine"]) as worker:
+VLLM = "vllm.grpc.engine.VllmEngine"
+
+
+async def test_a_vllm_engine_is_known_probed_and_flushed_whatever_it_hands_out() -> None:
+    async with foreign_server([VLLM]) as worker:
         facts = await worker.detect()
-        assert (facts.kind, facts.models, facts.ranks) == (WorkerKind.VLLM_GRPC, ("/m",), 3)
+        assert (facts.kind, facts.models, facts.ranks, facts.addressable) == (WorkerKind.VLLM_GRPC, ("/m",), 3, True)
         await worker.probe()
         assert (await worker.flush(timeout_s=0.0)).done
-        with pytest.raises(WorkerUnsupported, match="VllmEngine"):
+        with pytest.raises(WorkerUnsupported, match="a name and no directory"):
             await worker.forward(chat(), FakeResponder())
+
+
+async def test_a_vllm_engine_s_tokens_become_an_answer() -> None:
+    engine = VllmEngine(TOKENIZER)
+    async with foreign_server([VLLM], engine) as worker:
+        await worker.detect()
+        asked = chat(logprobs=True, top_logprobs=1, seed=7, temperature=0, max_tokens=9)
+        answer = await answer_of(worker, asked._replace(rank=Rank(2)))
+    choice, usage = answer["choices"][0], answer["usage"]
+    assert (choice["message"]["content"], choice["finish_reason"]) == ("Paris", "stop")
+    assert [token["token"] for token in choice["logprobs"]["content"]] == list("Paris")
+    assert [token["top_logprobs"][0]["token"] for token in choice["logprobs"]["content"]] == list("Paris")
+    assert (usage["completion_tokens"], usage["prompt_tokens_details"]["cached_tokens"]) == (6, 4)
+    (request,) = engine.requests
+    assert (request.data_parallel_rank, request.sampling_params.seed, request.sampling_params.max_tokens) == (2, 7, 9)
+    assert len(request.tokenized.input_ids) == usage["prompt_tokens"]
+
+
+async def test_a_vllm_engine_s_tokens_are_streamed() -> None:
+    async with foreign_server([VLLM], VllmEngine(TOKENIZER)) as worker:
+        await worker.detect()
+        responder = FakeResponder()
+        await worker.forward(chat(stream=True, stream_options={"include_usage": True}), responder)
+        events = [line.removeprefix("data: ") for line in responder.body.decode().split("\n\n") if line]
+    assert events.pop() == "[DONE]"
+    *chunks, last = map(json.loads, events)
+    said = "".join(choice["delta"].get("content") or "" for chunk in chunks for choice in chunk["choices"])
+    assert (said, last["usage"]["completion_tokens"]) == ("Paris", 6)
+
+
+async def test_a_client_that_leaves_a_vllm_engine_s_stream_ends_it_there() -> None:
+    engine = VllmEngine(TOKENIZER)
+    async with foreign_server([VLLM], engine) as worker:
+        await worker.detect()
+        responder = FakeResponder()
+        asking = asyncio.create_task(worker.forward(chat(stream=True, ignore_eos=True), responder))
+        await until(lambda: responder.started)
+        asking.cancel()
+        async with asyncio.timeout(30):
+            await engine.left.wait()
+
+
+async def test_what_a_vllm_engine_would_drop_is_refused_by_name() -> None:
+    async with foreign_server([VLLM], VllmEngine(TOKENIZER)) as worker:
+        await worker.detect()
+        with pytest.raises(WorkerUnsupported, match="cache_salt"):
+            await worker.forward(chat(cache_salt="mine"), FakeResponder())
+
+
+async def test_a_vllm_engine_hands_out_its_tokenizer() -> None:
+    async with foreign_server([VLLM], VllmEngine(TOKENIZER)) as worker:
+        assert (await fetch_tokenizer(worker.id, 20.0)).encode("hi") == [104, 105]
 
 
 async def test_engines_we_can_only_name_are_named_and_cannot_be_flushed() -> None:

@@ -1,8 +1,9 @@
-"""A stock vLLM's own gRPC server: its events are followed and it is flushed, by itself and behind the bridge.
+"""A stock vLLM's own gRPC server: it answers, is followed and flushed, by itself and behind the bridge.
 
-Generation is for its own clients. `make test-vllm` installs it and runs these tests.
+`make test-vllm` installs it and runs these tests.
 """
 
+import json
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -83,12 +84,35 @@ def test_it_is_followed_and_flushed_behind_the_bridge(server: StockServer, start
     follow(begin_gateway(start, bridge, up=1), bridge, seed=2)
 
 
-def test_a_chat_is_refused_and_the_reason_given(server: StockServer, start: Start) -> None:
+def test_a_chat_is_answered_and_streamed_and_what_is_cached_is_predicted(server: StockServer, start: Start) -> None:
     gateway = begin_gateway(start, server.url, up=1)
-    body = {"messages": [{"role": "user", "content": "hi"}]}
-    answer = httpx.post(f"{gateway.url}/v1/chat/completions", json=body, timeout=60)
-    assert answer.status_code in (501, 502, 503), answer.text
-    assert "vllm" in answer.text
+    wait_until(lambda: is_live(gateway), within_s=30, what="its events are followed")
+    body = {"messages": [{"role": "user", "content": f"Count. {list(range(300, 400))}"}], "max_tokens": 8, "seed": 1}
+    asked = body | {"temperature": 0, "logprobs": True, "top_logprobs": 2}
+    first = httpx.post(f"{gateway.url}/v1/chat/completions", json=asked, timeout=120)
+    assert first.status_code == 200, first.text
+    (choice,), usage = first.json()["choices"], first.json()["usage"]
+    assert 0 < usage["completion_tokens"] <= 8
+    told = choice["logprobs"]["content"]
+    assert "".join(token["token"] for token in told) == choice["message"]["content"]
+    assert all(token["top_logprobs"][0]["token"] == token["token"] for token in told), "it is greedy"
+    held = usage["prompt_tokens"] // BLOCK
+    wait_until(lambda: kv_of(gateway)["blocks"] >= held, within_s=30, what="its blocks are known")
+    streamed = asked | {
+        "logprobs": False,
+        "top_logprobs": None,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    second = httpx.post(f"{gateway.url}/v1/chat/completions", json=streamed, timeout=120)
+    *events, end = [line.removeprefix("data: ") for line in second.text.split("\n\n") if line]
+    assert end == "[DONE]"
+    chunks = [json.loads(event) for event in events]
+    said = "".join(one["delta"].get("content") or "" for chunk in chunks for one in chunk["choices"])
+    assert said == choice["message"]["content"]
+    cached = chunks[-1]["usage"]["prompt_tokens_details"]["cached_tokens"]
+    assert cached == (usage["prompt_tokens"] - 1) // BLOCK * BLOCK
+    assert int(second.headers["x-kvherd-predicted-cached-tokens"]) == cached
 
 
 def test_the_doctor_says_what_it_can_see(server: StockServer) -> None:

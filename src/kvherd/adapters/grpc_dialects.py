@@ -13,6 +13,7 @@ from smg_grpc_proto.generated import (
     vllm_engine_pb2_grpc,
 )
 
+from kvherd.adapters.generate_dialects import SGLANG_GENERATE, VLLM_GENERATE, GenerateDialect
 from kvherd.adapters.grpc_channel import rpc_errors
 from kvherd.core.errors import WorkerUnsupported
 from kvherd.core.ids import WorkerId
@@ -27,6 +28,7 @@ class Dialect:
     service: str
     messages: ModuleType | None = None
     stub: type | None = None
+    generate: GenerateDialect | None = None
 
 
 SGLANG = Dialect(
@@ -34,10 +36,17 @@ SGLANG = Dialect(
     "sglang.grpc.scheduler.SglangScheduler",
     sglang_scheduler_pb2,
     sglang_scheduler_pb2_grpc.SglangSchedulerStub,
+    SGLANG_GENERATE,
 )
 DIALECTS = (
     SGLANG,
-    Dialect(WorkerKind.VLLM_GRPC, "vllm.grpc.engine.VllmEngine", vllm_engine_pb2, vllm_engine_pb2_grpc.VllmEngineStub),
+    Dialect(
+        WorkerKind.VLLM_GRPC,
+        "vllm.grpc.engine.VllmEngine",
+        vllm_engine_pb2,
+        vllm_engine_pb2_grpc.VllmEngineStub,
+        VLLM_GENERATE,
+    ),
     Dialect(WorkerKind.TRTLLM_GRPC, "trtllm.TrtllmService"),
     Dialect(WorkerKind.MLX_GRPC, "mlx.grpc.engine.MlxEngine"),
 )

@@ -10,11 +10,11 @@ from typing import Protocol, TypeVar
 
 import grpc.aio
 import msgspec
-from smg_grpc_proto.generated import sglang_scheduler_pb2_grpc
 
 from kvherd.adapters.completions import OpenAiCompletions, StreamedAnswer
+from kvherd.adapters.generate_dialects import SGLANG_GENERATE, GenerateDialect
 from kvherd.adapters.grpc_channel import rpc_errors
-from kvherd.adapters.grpc_receivers import Pulled, Pushed, read_delta
+from kvherd.adapters.grpc_receivers import Pulled, Pushed, Reader
 from kvherd.adapters.grpc_stream import Receiver, WireStream
 from kvherd.adapters.grpc_wires import GrpcWires
 from kvherd.adapters.native_completions import NativeCompletions
@@ -38,7 +38,6 @@ from kvherd.wire.openai.tokens import TokenizeText, decode_detokenize, decode_to
 from kvherd.wire.sglang_native import decode_generate
 from kvherd.wire.status import worker_error
 from kvherd.wire.usual_chunk import UsualChunks
-from kvherd.wire.worker_pb import ResponseReader, encode_request
 
 _T = TypeVar("_T")
 _Out_co = TypeVar("_Out_co", covariant=True)
@@ -46,7 +45,6 @@ Answer = Callable[[Call, Responder], Awaitable[None]]
 Ends = tuple[float, float] | None
 """As in a `Call`."""
 
-_GENERATE = "/sglang.grpc.scheduler.SglangScheduler/Generate"
 _JSON = [(b"content-type", b"application/json")]
 _CLOCKS_DIFFER_S = 0.1
 _MANY_TOKENS = 4096
@@ -79,11 +77,13 @@ class GrpcGenerations:
         traits: ModelTraits,
         *,
         wires: GrpcWires | None = None,
+        dialect: GenerateDialect = SGLANG_GENERATE,
     ) -> None:
         """With `wires` generations take these, which costs a fraction; the channel is for those that have none."""
         self._worker = worker
         self._wires = wires
-        self._stub = sglang_scheduler_pb2_grpc.SglangSchedulerStub(channel)
+        self._dialect = dialect
+        self._stub = dialect.stub(channel)
         self._tokenizer = tokenizer
         self._traits = traits
         self._completions = OpenAiCompletions(
@@ -108,17 +108,17 @@ class GrpcGenerations:
 
     async def generate(self, request: GenerationRequest, ends: Ends = None) -> AsyncGenerator[TokenDelta, None]:
         """Implements `ports.completions.Generate`. Closing it cancels the call, which aborts it on the engine."""
-        reader = self._reader(request)
+        reader, _ = self._reader(request)
         if self._wires is not None:
             async with aclosing(self._pull(self._wires, request, reader, ends)) as deltas:
                 async for delta in deltas:
                     yield delta
             return
         with rpc_errors(self._worker, "Generate"):
-            call = self._stub.Generate(encode_request(request), timeout=_left_s(ends))
+            call = self._stub.Generate(self._dialect.encode(request), timeout=_left_s(ends))
             try:
                 async for response in call:
-                    delta = reader.read(response)
+                    delta = reader.decode(response.SerializeToString())
                     yield delta
                     if delta.finish is not None:
                         return
@@ -133,30 +133,33 @@ class GrpcGenerations:
     def _generate_for(self, call: Call) -> Callable[[GenerationRequest], AsyncGenerator[TokenDelta, None]]:
         return lambda request: self.generate(_at_rank(request, call.rank), call.ends)
 
-    def _reader(self, request: GenerationRequest) -> ResponseReader:
-        """Of its responses. Raises `WorkerUnsupported` for what this worker would drop."""
+    def _reader(self, request: GenerationRequest) -> tuple[Reader, frozenset[int]]:
+        """Of its responses, and the tokens that end it. Raises `WorkerUnsupported` for what this worker would drop."""
         if request.cache_salt and not self._traits.takes_custom_params:
             # dropped silently, it would share what the caller wants kept apart
             raise WorkerUnsupported(self._worker, "cache_salt")
+        if request.lora and not self._dialect.takes_adapters:
+            raise WorkerUnsupported(self._worker, "LoRA adapters over gRPC")
         eos = () if request.limits.ignore_eos else self._traits.eos_token_ids
-        return ResponseReader({*request.limits.stop_token_ids, *eos})
+        ending = frozenset((*request.limits.stop_token_ids, *eos))
+        return self._dialect.reader(request, ending), ending
 
     async def _open(self, wires: GrpcWires, request: GenerationRequest, receiver: Receiver, ends: Ends) -> WireStream:
-        data, ends_s = encode_request(request).SerializeToString(), None if ends is None else ends[0]
+        data, ends_s = self._dialect.encode(request).SerializeToString(), None if ends is None else ends[0]
         try:
-            return await wires.call(_GENERATE, data, receiver, ends_s=ends_s)
+            return await wires.call(self._dialect.path, data, receiver, ends_s=ends_s)
         except OSError as error:
             raise WorkerUnreachable(self._worker, str(error)) from error
 
     async def _pull(
-        self, wires: GrpcWires, request: GenerationRequest, reader: ResponseReader, ends: Ends
+        self, wires: GrpcWires, request: GenerationRequest, reader: Reader, ends: Ends
     ) -> AsyncGenerator[TokenDelta, None]:
         pulled = Pulled()
         stream = pulled.stream = await self._open(wires, request, pulled, ends)
         complete = False
         try:
             while (data := await pulled.next()) is not None:
-                delta = read_delta(reader, data)
+                delta = reader.decode(data)
                 complete = delta.finish is not None
                 yield delta
                 if complete:
@@ -171,13 +174,14 @@ class GrpcGenerations:
         """As `answer`, for one generation that streams."""
         request = _at_rank(answer.plan.runs[0].request, call.rank)
         head = [*_EVENT_STREAM, *_extra(call)]
-        reader = self._reader(request)
+        reader, ending = self._reader(request)
+        texts = self._tokenizer.token_texts.get(answer.plan.skips_special_tokens)
         pushed = Pushed(
             reader,
             answer,
             responder,
-            chunks=UsualChunks(request.request, reader.ending_token_ids),
-            texts=self._tokenizer.token_texts.get(answer.plan.skips_special_tokens),
+            chunks=UsualChunks(request.request, ending),
+            texts=texts if self._dialect.usual_chunks else None,
             head=head,
             on_first_token=call.on_first_token,
         )

@@ -3,36 +3,28 @@
 import asyncio
 from collections import deque
 from collections.abc import Callable
-from typing import Final
-
-from google.protobuf.message import DecodeError
-from smg_grpc_proto.generated import sglang_scheduler_pb2 as pb
+from typing import Final, Protocol
 
 from kvherd.adapters.completions import StreamedAnswer
 from kvherd.adapters.grpc_stream import WireStream
 from kvherd.core.engine.generation import TokenDelta
-from kvherd.core.errors import FrameInvalid
 from kvherd.ports.worker import Responder
-from kvherd.wire.http2 import PROTOCOL
 from kvherd.wire.openai.answers import quoted
 from kvherd.wire.usual_chunk import TokenTexts, UsualChunks
-from kvherd.wire.worker_pb import ResponseReader
 
 _MOST_WAITING: Final = 256
 _SETTLE_BYTES: Final = 16 * 1024
 """So much of an answer is written before its client has to have taken it."""
 
 _NO_TEXTS: Final = TokenTexts(lambda _: b"")
-_parse = pb.GenerateResponse.FromString
 
 
-def read_delta(reader: ResponseReader, data: bytes) -> TokenDelta:
-    """Raises `FrameInvalid`."""
-    try:
-        response = _parse(data)
-    except DecodeError as error:
-        raise FrameInvalid(PROTOCOL, f"a response that is none: {error}") from None
-    return reader.read(response)
+class Reader(Protocol):
+    """Turns the messages of one generation into deltas, in order."""
+
+    def decode(self, data: bytes) -> TokenDelta:
+        """Raises `FrameInvalid`."""
+        ...
 
 
 class Pulled:
@@ -99,7 +91,7 @@ class Pushed:
 
     def __init__(
         self,
-        reader: ResponseReader,
+        reader: Reader,
         answer: StreamedAnswer,
         responder: Responder,
         *,
@@ -144,9 +136,9 @@ class Pushed:
 
     def _read(self, data: bytes) -> None:
         if self._passed:
-            read_delta(self._reader, self._passed)  # its counts are what the end is read by
+            self._reader.decode(self._passed)  # its counts are what the end is read by
             self._passed = b""
-        delta = read_delta(self._reader, data)
+        delta = self._reader.decode(data)
         if self._on_first_token is not None and delta.token_ids:
             self._on_first_token()
             self._on_first_token = None

@@ -3,16 +3,16 @@
 import asyncio
 import hashlib
 import threading
-from typing import Final
+from typing import Any, Final
 from weakref import WeakValueDictionary
 
 import grpc.aio
-from smg_grpc_proto.generated import common_pb2, sglang_scheduler_pb2_grpc
+from smg_grpc_proto.generated import common_pb2, sglang_scheduler_pb2_grpc, vllm_engine_pb2_grpc
 
 from kvherd.adapters.grpc_channel import open_channel, rpc_errors
 from kvherd.adapters.tls import ClientTls
 from kvherd.adapters.tokenizer import ARCHIVE_LIMIT_BYTES, ModelTokenizer, tokenizer_from_zip
-from kvherd.core.errors import KvherdError, WorkerError, WorkerFailed, WorkerTimedOut
+from kvherd.core.errors import KvherdError, WorkerError, WorkerFailed, WorkerTimedOut, WorkerUnsupported
 from kvherd.core.ids import WorkerId
 
 _living: Final[WeakValueDictionary[str, ModelTokenizer]] = WeakValueDictionary()
@@ -35,7 +35,16 @@ async def fetch_tokenizer(target: str, deadline_s: float, tls: ClientTls | None 
 
 async def tokenizer_over(channel: grpc.aio.Channel, worker: WorkerId) -> ModelTokenizer:
     """As `fetch_tokenizer`, on a channel that is open already. The deadline is the caller's."""
-    stub = sglang_scheduler_pb2_grpc.SglangSchedulerStub(channel)
+    try:
+        archive, digest = await _archive(sglang_scheduler_pb2_grpc.SglangSchedulerStub(channel), worker)
+    except WorkerUnsupported:
+        archive, digest = await _archive(vllm_engine_pb2_grpc.VllmEngineStub(channel), worker)
+    # unpacking and building take a few hundred milliseconds
+    return await asyncio.to_thread(_checked, worker, bytes(archive), digest)
+
+
+async def _archive(stub: Any, worker: WorkerId) -> tuple[bytearray, str]:  # noqa: ANN401 - generated stubs have no types
+    """With the digest that came with it."""
     archive, digest = bytearray(), ""
     with rpc_errors(worker, "GetTokenizer"):
         call = stub.GetTokenizer(common_pb2.GetTokenizerRequest())
@@ -47,8 +56,7 @@ async def tokenizer_over(channel: grpc.aio.Channel, worker: WorkerId) -> ModelTo
                     raise WorkerFailed(worker, f"its tokenizer is larger than {ARCHIVE_LIMIT_BYTES} bytes")
         finally:
             call.cancel()
-    # unpacking and building take a few hundred milliseconds
-    return await asyncio.to_thread(_checked, worker, bytes(archive), digest)
+    return archive, digest
 
 
 def _checked(worker: WorkerId, archive: bytes, digest: str) -> ModelTokenizer:

@@ -1,4 +1,4 @@
-"""A worker that speaks an engine protocol on gRPC: SGLang's in full, of others what needs no tokens."""
+"""A worker that speaks an engine protocol on gRPC: SGLang's and vLLM's in full, of others what needs no tokens."""
 
 import asyncio
 import contextlib
@@ -19,7 +19,15 @@ from kvherd.adapters.grpc_url import grpc_target
 from kvherd.adapters.grpc_wires import GrpcWires
 from kvherd.adapters.http_url import http_address
 from kvherd.adapters.tls import ClientTls, trusting_this_machine
-from kvherd.core.errors import FieldInvalid, WorkerFailed, WorkerRefused, WorkerUnreachable, WorkerUnsupported
+from kvherd.core.errors import (
+    FieldInvalid,
+    WorkerError,
+    WorkerFailed,
+    WorkerRefused,
+    WorkerTimedOut,
+    WorkerUnreachable,
+    WorkerUnsupported,
+)
 from kvherd.core.ids import Rank, WorkerId
 from kvherd.ports.worker import (
     SGLANG_HEALTH_S,
@@ -66,6 +74,7 @@ class GrpcWorker:
         self._dialect = SGLANG
         self._generations: GrpcGenerations | None = None
         self._can_hold = False
+        self._lacks = ""
 
     @property
     def id(self) -> WorkerId:
@@ -76,12 +85,31 @@ class GrpcWorker:
         await self._look_where()
         facts, traits = await self._facts()
         if traits is not None:
-            tokenizer = await tokenizer_over(self._channel, self._id)
-            self._generations = GrpcGenerations(self._id, self._channel, tokenizer, traits, wires=self._wires)
+            await self._prepare(traits)
         if self._wires is not None and (traits is not None or self._wires.secured):
             with contextlib.suppress(OSError):  # a request will say so, and be tried elsewhere
                 await self._wires.warm()
         return facts
+
+    async def _prepare(self, traits: ModelTraits) -> None:
+        """A vLLM that was started with a model's name instead of its directory hands out no tokenizer: it serves all
+        but generations then.
+        """
+        dialect = self._dialect.generate
+        assert dialect is not None
+        self._generations, self._lacks = None, ""
+        try:
+            tokenizer = await tokenizer_over(self._channel, self._id)
+        except (WorkerUnreachable, WorkerTimedOut):
+            raise
+        except WorkerError as error:
+            if self._dialect is SGLANG:
+                raise
+            self._lacks = str(error)
+            return
+        self._generations = GrpcGenerations(
+            self._id, self._channel, tokenizer, traits, wires=self._wires, dialect=dialect
+        )
 
     async def _look_where(self) -> None:
         """grpc looks names up by itself: what it would reach is looked at first."""
@@ -101,7 +129,8 @@ class GrpcWorker:
         if self._generations is None and self._dialect is SGLANG:
             await self.detect()
         if self._generations is None:
-            raise WorkerUnsupported(self._id, f"generation for us; it speaks {self._dialect.service}")
+            why = self._lacks or f"it speaks {self._dialect.service}"
+            raise WorkerUnsupported(self._id, f"generation for us; {why}")
         await self._generations.answer(call, responder)
 
     def launch(self, _call: Call, _responder: Responder, _landed: Landed) -> Flight | None:
@@ -221,7 +250,7 @@ class GrpcWorker:
             return await self._sglang_facts()
         except WorkerUnsupported:
             self._dialect = await find_dialect(self._channel, self._id)
-            return await self._foreign_facts(), None
+            return await self._foreign_facts()
 
     async def _sglang_facts(self) -> tuple[WorkerFacts, ModelTraits]:
         stub, messages = self._stub(), SGLANG.messages
@@ -255,19 +284,29 @@ class GrpcWorker:
         )
         return facts, traits
 
-    async def _foreign_facts(self) -> WorkerFacts:
+    async def _foreign_facts(self) -> tuple[WorkerFacts, ModelTraits | None]:
         dialect = self._dialect
         if dialect.messages is None:
-            return WorkerFacts(dialect.kind, models=())
+            return WorkerFacts(dialect.kind, models=()), None
         with rpc_errors(self._id, "GetModelInfo"):
             model = await self._stub().GetModelInfo(dialect.messages.GetModelInfoRequest())
             server = await self._stub().GetServerInfo(dialect.messages.GetServerInfoRequest())
-        return WorkerFacts(
+        facts = WorkerFacts(
             kind=dialect.kind,
             models=(model.served_model_name or model.model_path,),
             ranks=server.data_parallel_size or 1,
             max_context_tokens=model.max_context_length,
             events_url=self._id,
+            addressable=True,
+        )
+        if dialect.generate is None or not model.is_generation:
+            return facts, None
+        return facts, ModelTraits(
+            name=facts.models[0],
+            max_context_tokens=facts.max_context_tokens,
+            vocab_size=model.vocab_size,
+            eos_token_ids=tuple(model.eos_token_ids),
+            takes_custom_params=False,
         )
 
 

@@ -10,6 +10,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from google.protobuf.json_format import MessageToDict
+from google.protobuf.message import DecodeError
 from google.protobuf.struct_pb2 import Struct
 from smg_grpc_proto.generated import sglang_scheduler_pb2 as pb
 
@@ -17,6 +18,7 @@ from kvherd.core.engine.generation import Finish, FinishReason, GenerationReques
 from kvherd.core.errors import FrameInvalid
 
 PROTOCOL = "SGLang scheduler"
+_parse = pb.GenerateResponse.FromString
 
 
 def encode_request(request: GenerationRequest) -> pb.GenerateRequest:
@@ -65,6 +67,14 @@ class ResponseReader:
         self.ending_token_ids = frozenset(ending_token_ids)
         self._completion_tokens = 0
         self._chunks = 0
+
+    def decode(self, data: bytes) -> TokenDelta:
+        """Raises `FrameInvalid`."""
+        try:
+            response = _parse(data)
+        except DecodeError as error:
+            raise FrameInvalid(PROTOCOL, f"a response that is none: {error}") from None
+        return self.read(response)
 
     def read(self, response: pb.GenerateResponse) -> TokenDelta:
         """Raises `FrameInvalid` for what the protocol does not allow."""
