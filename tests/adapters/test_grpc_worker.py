@@ -200,8 +200,9 @@ async def test_a_vllm_engine_s_tokens_become_an_answer() -> None:
     engine = VllmEngine(TOKENIZER)
     async with foreign_server([VLLM], engine) as worker:
         await worker.detect()
-        asked = chat(logprobs=True, top_logprobs=1, seed=7, temperature=0, max_tokens=9)
-        answer = await answer_of(worker, asked._replace(rank=Rank(2)))
+        body = {"logprobs": True, "top_logprobs": 1, "seed": 7, "temperature": 0, "max_tokens": 9}
+        asked = call("/v1/chat/completions", {"model": "herd", "messages": HI, **body}, rank=Rank(2))
+        answer = await answer_of(worker, asked)
     choice, usage = answer["choices"][0], answer["usage"]
     assert (choice["message"]["content"], choice["finish_reason"]) == ("Paris", "stop")
     assert [token["token"] for token in choice["logprobs"]["content"]] == list("Paris")
