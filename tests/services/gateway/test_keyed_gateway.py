@@ -15,6 +15,7 @@ from kvherd.ports.kv_feed import FeedItem, Subscribed
 from kvherd.ports.worker import WorkerFacts, WorkerKind
 from kvherd.services.gateway.gateway import Gateway, GatewayConfig
 from kvherd.testing.kv_feeds import OpenFeed
+from kvherd.testing.raw_http import RawClient
 from kvherd.testing.tokenizer import ByteTokenizer
 from kvherd.testing.workers import FakeWorker
 
@@ -160,3 +161,92 @@ async def test_a_key_of_the_file_cannot_take_the_place_of_the_environment_s(path
         for key in ("secret-of-env", "secret-of-a"):
             headers = {"authorization": f"Bearer {key}"}
             assert (await client.post("/v1/completions", json=BODY, headers=headers)).status_code == 200
+
+
+# --- whose body is read ---------------------------------------------------------------------------------------------
+
+BIG = 5_000_000
+KEY = b"Authorization: Bearer secret-of-a\r\n"
+ADMIN = b"Authorization: Bearer secret-of-admin\r\n"
+WRONG = b"Authorization: Bearer nonsense\r\n"
+
+
+def head(path: bytes, *lines: bytes, length: int = BIG) -> bytes:
+    told = b"".join(lines)
+    return b"POST %b HTTP/1.1\r\nHost: h\r\n%bContent-Length: %d\r\n\r\n" % (path, told, length)
+
+
+PATHS = [
+    (b"/v1/completions", 401),
+    (b"/generate", 401),
+    (b"/v1/embeddings", 401),
+    (b"/odd", 401),
+    (b"/flush_cache", 403),
+    (b"/%66lush_cache", 403),
+    (b"/workers", 403),
+]
+
+
+@pytest.mark.parametrize(("asked", "status"), PATHS)
+@pytest.mark.parametrize("key", [b"", WRONG])
+async def test_a_body_is_not_read_of_who_has_no_key(path: Path, asked: bytes, status: int, key: bytes) -> None:
+    """The answer comes though the body never does, and what is sent of it is taken for no request."""
+    keyed = guarded(FakeWorker(ANN, facts=FACTS), path, admin_key="secret-of-admin")
+    async with keyed as http, RawClient(port_of(http)) as client:
+        client.send(head(asked, key) + b"GET /health HTTP/1.1\r\nHost: h\r\n\r\n" * 10)
+        assert (await client.answer()).status == status
+        assert await client.reader.read() == b""
+
+
+@pytest.mark.parametrize(("asked", "status"), PATHS)
+@pytest.mark.parametrize("key", [b"", WRONG])
+async def test_who_has_no_key_is_not_told_to_go_on(path: Path, asked: bytes, status: int, key: bytes) -> None:
+    keyed = guarded(FakeWorker(ANN, facts=FACTS), path, admin_key="secret-of-admin")
+    async with keyed as http, RawClient(port_of(http)) as client:
+        client.send(head(asked, key, b"Expect: 100-continue\r\n", length=3))
+        assert (await client.answer()).status == status
+
+
+@pytest.mark.parametrize(("asked", "key"), [(b"/v1/completions", KEY), (b"/flush_cache", ADMIN), (b"/odd", KEY)])
+async def test_who_has_a_key_is_told_to_go_on(path: Path, asked: bytes, key: bytes) -> None:
+    keyed = guarded(FakeWorker(ANN, facts=FACTS), path, admin_key="secret-of-admin")
+    async with keyed as http, RawClient(port_of(http)) as client:
+        client.send(head(asked, key, b"Expect: 100-continue\r\n"))
+        assert (await client.answer()).status == 100
+
+
+async def test_a_chunked_body_is_not_read_of_who_has_no_key(path: Path) -> None:
+    async with guarded(FakeWorker(ANN, facts=FACTS), path) as http, RawClient(port_of(http)) as client:
+        client.send(b"POST /v1/completions HTTP/1.1\r\nHost: h\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nhello\r\n")
+        assert (await client.answer()).status == 401
+
+
+async def test_who_sends_all_of_a_long_body_without_a_key_reads_why_it_is_refused(path: Path) -> None:
+    async with guarded(FakeWorker(ANN, facts=FACTS), path) as http:
+        refused = await http.post("/v1/completions", content=b"x" * BIG)
+        metrics = (await http.get("/metrics")).text
+    assert (refused.status_code, refused.json()["error"]["code"]) == (401, "invalid_api_key")
+    assert 'kvherd_gateway_refused_requests_total{code="invalid_api_key"} 1.0' in metrics
+
+
+async def test_a_short_body_without_a_key_costs_its_client_no_connection(path: Path) -> None:
+    async with guarded(FakeWorker(ANN, facts=FACTS), path) as http, RawClient(port_of(http)) as client:
+        asked = head(b"/v1/completions", length=3)
+        client.send(asked)
+        assert (await client.ask(b"abc")).status == 401
+        assert (await client.ask(asked + b"abc")).status == 401
+
+
+async def test_where_no_key_is_wanted_bodies_are_read(tmp_path: Path) -> None:
+    empty = tmp_path / "empty.toml"
+    empty.write_text("")
+    worker = FakeWorker(ANN, facts=FACTS)
+    async with guarded(worker, empty) as http:
+        answer = await http.post("/v1/completions", json={**BODY, "pad": "x" * BIG})
+    assert answer.status_code == 200
+
+
+def port_of(client: httpx.AsyncClient) -> int:
+    port = client.base_url.port
+    assert port is not None
+    return port

@@ -1,5 +1,6 @@
 """The gateway's HTTP beside the data path: the fleet, orders to it, and what programs ask of any engine."""
 
+from collections.abc import Mapping
 from typing import Protocol
 from urllib.parse import unquote
 
@@ -17,7 +18,7 @@ from kvherd.core.fleet.roster import Member
 from kvherd.services.gateway.caller import caller
 from kvherd.services.gateway.config_file import ConfigFile
 from kvherd.services.gateway.console import Console
-from kvherd.services.gateway.relay.edge import DATA_PATHS, STORED
+from kvherd.services.gateway.relay.edge import DATA_PATHS, STORED, DataRequest, Judge
 from kvherd.wire.fleet_json import flush_report, profile_report
 from kvherd.wire.openai.body import parse_object
 from kvherd.wire.openai.errors import error_body
@@ -86,22 +87,37 @@ class Admit(Protocol):
         ...
 
 
+def admit_by(admit: Admit, peer: str, headers: Mapping[str, str]) -> None:
+    """By where a request comes from and what its headers say. Raises what `admit` does."""
+    authorization, asked_as = headers.get("authorization", ""), headers.get("host", "")
+    admit(host=caller(peer, headers), authorization=authorization, asked_as=asked_as)
+
+
+def judge_of(app: Starlette, console: Console) -> Judge:
+    """Who may send this application a body. For a path that nobody guards none is wanted, except a client's."""
+
+    def judge(request: DataRequest) -> None:
+        path = unquote(request.path)
+        found = (one.app for one in app.router.routes if isinstance(one, Route) and one.path_regex.match(path))
+        guard = next((one for one in found if isinstance(one, _Guarded)), None)
+        headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in request.headers}
+        peer = request.peer.rpartition(":")[0].strip("[]")
+        admit_by(console.admit_client if guard is None else guard.admit, peer, headers)
+
+    return judge
+
+
 class _Guarded:
     """Lets a request through to `app` if `admit` lets its caller pass."""
 
     def __init__(self, app: ASGIApp, admit: Admit) -> None:
         self._app = app
-        self._admit = admit
+        self.admit = admit
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request = Request(scope)
-        host = caller(request.client.host if request.client else "", request.headers)
         try:
-            self._admit(
-                host=host,
-                authorization=request.headers.get("authorization", ""),
-                asked_as=request.headers.get("host", ""),
-            )
+            admit_by(self.admit, request.client.host if request.client else "", request.headers)
         except KvherdError as error:
             await (await _own_error(request, error))(scope, receive, send)
             return

@@ -20,7 +20,7 @@ from kvherd.core.routing.late import LateBounds
 from kvherd.core.routing.policy import Weights, make_policy
 from kvherd.ports.tls import ServerTls, WorkerTls
 from kvherd.services.gateway.access import AccessLog, Write
-from kvherd.services.gateway.admin import build_app
+from kvherd.services.gateway.admin import build_app, judge_of
 from kvherd.services.gateway.admission import Admission, AdmittedPath
 from kvherd.services.gateway.audit import Audit
 from kvherd.services.gateway.chat import DataPath, PathConfig
@@ -36,7 +36,7 @@ from kvherd.services.gateway.key_places import with_engine_keys
 from kvherd.services.gateway.keyed import KeyedPath
 from kvherd.services.gateway.late_binding import LateBinding
 from kvherd.services.gateway.metrics import GatewayMetrics
-from kvherd.services.gateway.relay.edge import RelayLimits
+from kvherd.services.gateway.relay.edge import Judge, RelayLimits, is_data
 from kvherd.services.gateway.relay.server import RelayServer
 from kvherd.services.gateway.settings import AdmissionBounds, HealMode
 from kvherd.services.gateway.staffing import Resolve, Staffing, resolve_host
@@ -211,6 +211,7 @@ class Gateway:
             keyed,
             app,
             launch=keyed.launch,
+            judge=_either(keyed.judge, judge_of(app, console)),
             host=config.host,
             port=config.port,
             limits=config.limits,
@@ -255,3 +256,7 @@ class Gateway:
 def _keeps_its_certificate(worker: WorkerId) -> bool:
     """A channel of gRPC never looks at files again; an HTTP connection is made anew now and then."""
     return worker.startswith("grpcs://")
+
+
+def _either(of_data: Judge, of_the_rest: Judge) -> Judge:
+    return lambda request: (of_data if is_data(request.method, request.path) else of_the_rest)(request)

@@ -57,16 +57,24 @@ class KeyedPath:
         account, request = self._admit(request)
         return launch_within(self._launch, request, responder, _Use(landed, account))
 
+    def judge(self, request: DataRequest) -> None:
+        """Whose body may be read. Raises `KeyUnknown`."""
+        if not self._keyring.open:
+            self._account(request)
+
     def _admit(self, request: DataRequest) -> tuple[Account, DataRequest]:
         """Who asks; `Account.end` must follow. The request without the key, with its name."""
-        presented = first(request.headers, _HEADER) or b""
+        account = self._account(request)
         try:
-            account = self._keyring.account(presented)
             account.begin(asyncio.get_running_loop().time())
         except KeyLimitReached as error:
             self._access.refused(request.changed(key=error.name), error)
             raise
+        return account, request.changed(headers=without(request.headers, _HEADER), key=account.name)
+
+    def _account(self, request: DataRequest) -> Account:
+        try:
+            return self._keyring.account(first(request.headers, _HEADER) or b"")
         except KeyUnknown as error:
             self._access.refused(request, error)
             raise
-        return account, request.changed(headers=without(request.headers, _HEADER), key=account.name)

@@ -18,7 +18,7 @@ from kvherd.core.ids import RequestId
 from kvherd.ports.worker import Flight
 from kvherd.services.gateway.relay.asgi import answer_with_app
 from kvherd.services.gateway.relay.departure import HalfClosed, let_go
-from kvherd.services.gateway.relay.edge import AsgiApp, DataHandler, DataRequest, Launch, RelayLimits
+from kvherd.services.gateway.relay.edge import AsgiApp, DataHandler, DataRequest, Judge, Launch, RelayLimits
 from kvherd.services.gateway.relay.identity import address_of
 from kvherd.services.gateway.relay.incoming import Incoming, Refusal, Stage
 from kvherd.services.gateway.relay.outbox import Outbox
@@ -46,6 +46,7 @@ class Premises:
     group: asyncio.TaskGroup
     loop: asyncio.AbstractEventLoop
     outbox: Outbox
+    judge: Judge | None = None
     connections: "set[Connection]" = field(default_factory=set)
     deserted: asyncio.Event = field(default_factory=asyncio.Event)
     now_s: float = 0.0
@@ -107,7 +108,7 @@ class Connection:
         premises = self._premises
         self._peer = address_of(self.transport, "peername")
         self._server = address_of(self.transport, "sockname")
-        self._parser = RequestParser(premises.limits, self._peer, secured=self._secured)
+        self._parser = RequestParser(premises.limits, self._peer, secured=self._secured, judge=premises.judge)
         self.transport.set_write_buffer_limits(high=premises.limits.write_buffer_bytes)
         if len(premises.connections) >= premises.limits.connections:
             self._parser.refuse(GatewayFull(premises.limits.connections))
@@ -271,7 +272,6 @@ class Connection:
         self._task = premises.group.create_task(self._await(partial(self._call, incoming, responder), responder))
 
     async def _await(self, answer: Callable[[], Awaitable[None]], responder: ConnectionResponder) -> None:
-        """The task of a request that has one."""
         try:
             await answer()
         except asyncio.CancelledError:

@@ -76,6 +76,9 @@ Launch = Callable[[DataRequest, Responder, Landed], Flight | None]
 is to be called. May raise a `KvherdError` like the handler; afterwards it lands, once, unless its flight was cancelled.
 """
 
+Judge = Callable[[DataRequest], None]
+"""Judges a request by its head, before its body, empty here, is read. Raises a `KvherdError` to have it refused."""
+
 Message = MutableMapping[str, Any]
 AsgiApp = Callable[[Message, Callable[[], Awaitable[Message]], Callable[[Message], Awaitable[None]]], Awaitable[None]]
 

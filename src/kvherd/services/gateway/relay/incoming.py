@@ -5,6 +5,7 @@ from enum import Enum
 
 from kvherd.core.errors import KvherdError
 from kvherd.services.gateway.relay.edge import DataRequest
+from kvherd.wire.http_heads import Block, KnownHead
 
 
 class Stage(Enum):
@@ -35,3 +36,16 @@ class Refusal:
     """No request but an error to answer in its place; the connection ends after it."""
 
     error: KvherdError
+
+
+@dataclass(frozen=True, slots=True)
+class Usual:
+    """A request with a head that may come again, without what is of its own."""
+
+    head: KnownHead
+    method: str
+    path: str
+    query: str
+    block: Block
+    is_data: bool
+    has_traceparent: bool

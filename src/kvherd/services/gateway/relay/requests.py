@@ -8,17 +8,16 @@ nothing more is read: a parser that lost its place must not guess where the next
 
 import re
 from collections import deque
-from dataclasses import dataclass
 from typing import Final
 
 import httptools
 
 from kvherd.core.errors import BodyTooLarge, FrameInvalid, HeadTooLarge, KvherdError, Unsupported
 from kvherd.core.ids import RequestId
-from kvherd.services.gateway.relay.edge import DataRequest, RelayLimits, is_data
+from kvherd.services.gateway.relay.edge import DataRequest, Judge, RelayLimits, is_data
 from kvherd.services.gateway.relay.first_line import METHODS, path_of, rare_method
 from kvherd.services.gateway.relay.identity import forwarded, identified_anew, identify
-from kvherd.services.gateway.relay.incoming import Incoming, Refusal, Stage
+from kvherd.services.gateway.relay.incoming import Incoming, Refusal, Stage, Usual
 from kvherd.wire.http_heads import Block, KnownHead, KnownHeaders
 
 _IDLE, _HEAD, _BODY = Stage.IDLE, Stage.HEAD, Stage.BODY
@@ -40,6 +39,8 @@ _USUAL_TOKENS: Final = frozenset({b"keep-alive", b"close", b"upgrade"})
 _REQUEST_ID: Final = re.compile(rb"[!#$%&'()*+,\-./0-9:;<=>?@A-Z\[\]^_`a-z{|}~]{1,128}")  # no space, quote or backslash
 _HOST: Final = re.compile(rb"[A-Za-z0-9._~!$&'()*+,;=%\-\[\]:]*")
 _BYTES_AROUND_A_CHUNK: Final = 8
+_SMALL_BYTES: Final = 16 * 1024
+"""A body of this size is read whoever sends it: who is refused then may go on with the same connection."""
 
 
 class RequestParser:
@@ -68,6 +69,7 @@ class RequestParser:
         "_headers",
         "_hosts",
         "_http10",
+        "_judge",
         "_limits",
         "_misses",
         "_parser",
@@ -83,8 +85,9 @@ class RequestParser:
         "wants_continue",
     )
 
-    def __init__(self, limits: RelayLimits, peer: str, *, secured: bool = False) -> None:
+    def __init__(self, limits: RelayLimits, peer: str, *, secured: bool = False, judge: Judge | None = None) -> None:
         self._limits = limits
+        self._judge = judge
         self._peer = peer
         self._forwarded = forwarded(peer, secured=secured)
         self._parser = httptools.HttpRequestParser(self)
@@ -94,7 +97,7 @@ class RequestParser:
         self.wants_continue = False
         self._fed = self._head_fed = 0
         self._piece_is_shared = False
-        self._usual: _Usual | None = None
+        self._usual: Usual | None = None
         self._misses = self._told = 0
         self._url = b""
         self._body: list[bytes] = []
@@ -143,7 +146,7 @@ class RequestParser:
         except httptools.HttpParserError as error:
             self.refuse(FrameInvalid("HTTP/1.1", str(error)))
 
-    def _recall(self, data: bytes, usual: "_Usual") -> bool:
+    def _recall(self, data: bytes, usual: Usual) -> bool:
         """Whether the piece is one whole request with the head of an earlier one; then it is `ready`."""
         begin = usual.head.body(data)
         length = len(data) - begin
@@ -171,7 +174,7 @@ class RequestParser:
             request, headers = last.request, self._headers[: self._told]
             block = Block(header for header in (*headers, *self._forwarded) if header[0] != b"content-length")
             method, path, query = request.method, request.path, request.query
-            self._usual = _Usual(head, method, path, query, block, last.is_data, self._has_traceparent)
+            self._usual = Usual(head, method, path, query, block, last.is_data, self._has_traceparent)
 
     def refuse(self, error: KvherdError) -> None:
         """Put a refusal behind what is ready, and read nothing more. Does nothing if that is so already."""
@@ -234,6 +237,10 @@ class RequestParser:
             self._check_rare()
         self._body_bytes = self._body_fed = 0
         self.stage = _BODY
+        if self._judge is not None and (
+            self._chunked or self.wants_continue or int(self._content_length or 0) > _SMALL_BYTES
+        ):
+            self._judge_head(self._judge)
 
     def on_body(self, body: bytes) -> None:
         self._body.append(body)
@@ -355,27 +362,27 @@ class RequestParser:
         parts = self._body
         body = b"" if not parts else parts[0] if len(parts) == 1 else b"".join(parts)
         self._body = []
+        name, path, query = self._target(method)
+        return DataRequest(name, path, query, headers, body, self._peer, identified)
+
+    def _target(self, method: bytes) -> tuple[str, str, str]:
+        """Method, path and query."""
         path, _, query = self._url.decode("latin-1").partition("?")
         if not path.startswith("/"):
             path = path_of(path)
         try:
-            name = METHODS.get(method) or rare_method(method)
+            return METHODS.get(method) or rare_method(method), path, query
         except Unsupported as error:
             raise _Refused(error) from None
-        return DataRequest(name, path, query, headers, body, self._peer, identified)
 
-
-@dataclass(frozen=True, slots=True)
-class _Usual:
-    """A request with a head that may come again, without what is of its own."""
-
-    head: KnownHead
-    method: str
-    path: str
-    query: str
-    block: Block
-    is_data: bool
-    has_traceparent: bool
+    def _judge_head(self, judge: Judge) -> None:
+        name, path, query = self._target(self._parser.get_method())
+        told = [value for key, value in self._headers if key == b"x-request-id"]
+        request = RequestId(told[0].decode("latin-1") if told else "unread")
+        try:
+            judge(DataRequest(name, path, query, self._headers, b"", self._peer, request))
+        except KvherdError as error:
+            raise _Refused(error) from None
 
 
 class _BodyOnly:

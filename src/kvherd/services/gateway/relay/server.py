@@ -12,7 +12,7 @@ from typing import Self, cast
 
 from kvherd.core.errors import OptionInvalid, PortInUse
 from kvherd.services.gateway.relay.connection import Connection, Premises
-from kvherd.services.gateway.relay.edge import AsgiApp, DataHandler, Launch, RelayLimits
+from kvherd.services.gateway.relay.edge import AsgiApp, DataHandler, Judge, Launch, RelayLimits
 from kvherd.services.gateway.relay.handshake import Handshakes
 from kvherd.services.gateway.relay.memory import make_room
 from kvherd.services.gateway.relay.outbox import Outbox
@@ -49,6 +49,7 @@ class RelayServer:
         app: AsgiApp,
         *,
         launch: Launch | None = None,
+        judge: Judge | None = None,
         host: str = "127.0.0.1",
         port: int = 0,
         limits: RelayLimits | None = None,
@@ -59,6 +60,7 @@ class RelayServer:
     ) -> None:
         self._handler = handler
         self._launch = launch
+        self._judge = judge
         self._app = app
         self._host = host
         self._port = port
@@ -85,7 +87,15 @@ class RelayServer:
         self._port = listener.getsockname()[1]
         loop = asyncio.get_running_loop()
         premises = Premises(
-            self._handler, self._launch, self._app, self._limits, self._group, loop, Outbox(loop), now_s=loop.time()
+            self._handler,
+            self._launch,
+            self._app,
+            self._limits,
+            self._group,
+            loop,
+            Outbox(loop),
+            self._judge,
+            now_s=loop.time(),
         )
         self._premises = premises
         await self._group.__aenter__()
