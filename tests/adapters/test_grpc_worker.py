@@ -162,7 +162,7 @@ class VllmEngine(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignore[misc]
         )
 
     async def GetServerInfo(self, request: Any, context: Any) -> Any:  # noqa: N802
-        return vllm_engine_pb2.GetServerInfoResponse(data_parallel_size=3)
+        return vllm_engine_pb2.GetServerInfoResponse(data_parallel_size=3, block_size=32, max_num_seqs=7)
 
     async def FlushCache(self, request: Any, context: Any) -> Any:  # noqa: N802
         return common_pb2.FlushCacheResponse(success=True, message="reset")
@@ -190,6 +190,7 @@ async def test_a_vllm_engine_is_known_probed_and_flushed_whatever_it_hands_out()
     async with foreign_server([VLLM]) as worker:
         facts = await worker.detect()
         assert (facts.kind, facts.models, facts.ranks, facts.addressable) == (WorkerKind.VLLM_GRPC, ("/m",), 3, True)
+        assert (facts.block_size, facts.max_running) == (32, 7)
         await worker.probe()
         assert (await worker.flush(timeout_s=0.0)).done
         with pytest.raises(WorkerUnsupported, match="a name and no directory"):

@@ -294,8 +294,10 @@ class GrpcWorker:
         facts = WorkerFacts(
             kind=dialect.kind,
             models=(model.served_model_name or model.model_path,),
+            block_size=server.block_size,
             ranks=server.data_parallel_size or 1,
             max_context_tokens=model.max_context_length,
+            max_running=server.max_num_seqs,
             events_url=self._id,
             addressable=True,
         )

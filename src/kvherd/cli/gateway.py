@@ -5,6 +5,7 @@ from typing import Annotated
 
 import typer
 
+from kvherd.cli import panels
 from kvherd.cli.engine_key import EngineKeyOption, engine_key
 from kvherd.cli.gateway_client import AdminKeyOption
 from kvherd.cli.gateway_keys import DATA_KEY, AdminKeyFileOption, DataKeyOption, admin_key_given, secret_given
@@ -41,7 +42,8 @@ def command(
     worker: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="URL[,NAME=VALUE]...",
+            metavar="URL[,…]",
+            rich_help_panel=panels.WORKERS,
             help="A worker: grpc://HOST:PORT or http://HOST:PORT, once for each; `events` is where its KV events are "
             "if it cannot tell that itself: grpc://HOST:PORT of a bridge, or tcp:// or ipc://, an engine's own sockets "
             "(then `replay` is where it replays them, and with `bind=1` the gateway listens and the engine connects); "
@@ -55,15 +57,31 @@ def command(
         Path | None,
         typer.Option(
             metavar="FILE",
+            rich_help_panel=panels.WORKERS,
             help="Workers, model aliases, required models and API keys, as TOML: read again when it changes; if it is "
             "wrong then, the last good one holds.",
         ),
     ] = None,
-    policy: Annotated[str, typer.Option(help=f"How requests are routed: {', '.join(POLICY_NAMES)}.")] = "kv",
-    host: Annotated[str, typer.Option(help="Address to listen on, for HTTP and gRPC.")] = "127.0.0.1",
+    policy: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME", rich_help_panel=panels.ROUTING, help=f"How requests are routed: {', '.join(POLICY_NAMES)}."
+        ),
+    ] = "kv",
+    host: Annotated[
+        str,
+        typer.Option(metavar="ADDRESS", rich_help_panel=panels.DOORS, help="Address to listen on, for HTTP and gRPC."),
+    ] = "127.0.0.1",
     host_name: HostNameOption = None,
-    port: Annotated[int, typer.Option(help="Port for HTTP: OpenAI's API, orders, metrics.")] = 8080,
-    grpc_port: Annotated[int, typer.Option(help="Port for gRPC: kvherd.gateway.v1.")] = 8081,
+    port: Annotated[
+        int,
+        typer.Option(
+            metavar="PORT", rich_help_panel=panels.DOORS, help="Port for HTTP: OpenAI's API, orders, metrics."
+        ),
+    ] = 8080,
+    grpc_port: Annotated[
+        int, typer.Option(metavar="PORT", rich_help_panel=panels.DOORS, help="Port for gRPC: kvherd.gateway.v1.")
+    ] = 8081,
     admin_key: AdminKeyOption = None,
     admin_key_file: AdminKeyFileOption = None,
     api_key: DataKeyOption = None,
@@ -75,12 +93,21 @@ def command(
     worker_key: WorkerKeyOption = None,
     worker_tls_name: WorkerNameOption = None,
     resolve_s: Annotated[
-        float, typer.Option(min=1.0, help="How often the host names of workers with resolve=1 are resolved again.")
+        float,
+        typer.Option(
+            metavar=panels.SECONDS,
+            rich_help_panel=panels.BOUNDS,
+            min=1.0,
+            max=86_400.0,
+            help="How often the host names of workers with resolve=1 are resolved again.",
+        ),
     ] = 10.0,
     engine_api_key: EngineKeyOption = None,
     usage_sample: Annotated[
         float,
         typer.Option(
+            metavar="SHARE",
+            rich_help_panel=panels.ROUTING,
             min=0.0,
             max=1.0,
             help="Share of streams that are asked for their usage though their client did not, to check predictions; "
@@ -90,12 +117,20 @@ def command(
     heal: Annotated[
         HealMode,
         typer.Option(
+            rich_help_panel=panels.ROUTING,
             help="What brings credit back to workers that may hold blocks nobody told of: `report` has vLLM tell the "
-            "cached chain of prompts again, `flush` clears such workers of any kind when they are idle, `off` waits."
+            "cached chain of prompts again, `flush` clears such workers of any kind when they are idle, `off` waits.",
         ),
     ] = HealMode.REPORT,
     max_retry_s: Annotated[
-        float, typer.Option(min=0.25, help="Longest pause between two tries of a worker that cannot be reached.")
+        float,
+        typer.Option(
+            metavar=panels.SECONDS,
+            rich_help_panel=panels.BOUNDS,
+            min=0.25,
+            max=86_400.0,
+            help="Longest pause between two tries of a worker that cannot be reached.",
+        ),
     ] = 5.0,
     probe_period_s: ProbePeriodOption = ProbeBounds().period_s,
     probe_deadline_s: ProbeDeadlineOption = None,
@@ -105,14 +140,16 @@ def command(
     max_wait_s: MaxWaitOption = AdmissionBounds().longest_s,
     late_binding_s: LateBindingOption = LateBounds().backlog_s,
     max_hold_s: MaxHoldOption = LateBounds().longest_s,
-    log_level: Annotated[LogLevel, typer.Option(help="Least level of the log, which goes to standard error.")] = (
-        LogLevel.INFO
-    ),
+    log_level: Annotated[
+        LogLevel,
+        typer.Option(rich_help_panel=panels.LOGS, help="Least level of the log, which goes to standard error."),
+    ] = (LogLevel.INFO),
     access_log: Annotated[
         str | None,
         typer.Option(
             "--access-log",
             metavar="FILE|-",
+            rich_help_panel=panels.LOGS,
             help="Write one line of JSON for every request there (- is standard output), in place of the log.",
         ),
     ] = None,

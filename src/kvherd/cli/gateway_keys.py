@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from kvherd.cli import panels
 from kvherd.cli.gateway_client import ADMIN_KEY
 from kvherd.core.errors import OptionInvalid
 from kvherd.services.gateway.small_files import read_small
@@ -23,13 +24,19 @@ DataKeyOption = Annotated[
         envvar=DATA_KEY,
         show_envvar=True,
         metavar="KEY",
+        rich_help_panel=panels.DOORS,
         help="The key that clients bring as Authorization: Bearer KEY; better given by the environment. Several, with "
         "names and limits, are in the configuration file.",
     ),
 ]
 AdminKeyFileOption = Annotated[
     Path | None,
-    typer.Option("--admin-key-file", metavar="FILE", help="A file with the admin key, in place of --admin-key."),
+    typer.Option(
+        "--admin-key-file",
+        metavar="FILE",
+        rich_help_panel=panels.DOORS,
+        help="A file with the admin key, in place of --admin-key.",
+    ),
 ]
 
 
