@@ -6,16 +6,14 @@ known here, and anybody else who finds that port is nobody.
 """
 
 import asyncio
-import errno
 import logging
-import socket
 from collections.abc import Callable
 from types import TracebackType
 from typing import TYPE_CHECKING, Final, Self, cast
 
-from kvherd.core.errors import OptionInvalid, PortInUse
 from kvherd.ports.tls import ServerTls
 from kvherd.services.gateway.console import Console
+from kvherd.services.gateway.listening import listen
 
 if TYPE_CHECKING:
     from kvherd.services.gateway.grpc_orders import GrpcOrders
@@ -27,8 +25,6 @@ _BACKLOG: Final = 128
 _MOST_CALLERS: Final = 1024
 _FIRST_WORD_S: Final = 60.0
 _START_S: Final = 30.0
-
-_Address = tuple[str, int] | tuple[str, int, int, int] | tuple[int, bytes]
 
 
 class GatewayGrpc:
@@ -52,7 +48,8 @@ class GatewayGrpc:
 
     async def __aenter__(self) -> Self:
         loop = asyncio.get_running_loop()
-        listeners = self._bind()
+        listeners = listen(self._host, self.port, backlog=_BACKLOG, port_option="--grpc-port")
+        self.port = listeners[0].getsockname()[1]
         await self._group.__aenter__()
         for listener in listeners:
             self._doors.append(await loop.create_server(lambda: _Caller(self._came), sock=listener, backlog=_BACKLOG))
@@ -114,44 +111,6 @@ class GatewayGrpc:
         port = peer.rpartition(":")[2]
         inner = self._behind.get(int(port)) if port.isdecimal() else None
         return inner.host if inner is not None else ""
-
-    def _bind(self) -> list[socket.socket]:
-        try:
-            found = socket.getaddrinfo(self._host, self.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        except (OSError, UnicodeError) as error:
-            raise OptionInvalid("--host", f"{self._host!r} is no address of this machine: {error}") from None
-        listeners: list[socket.socket] = []
-        problem: OSError | None = None
-        for family, kind, protocol, _, address in found:
-            try:
-                listeners.append(self._listener(family, kind, protocol, address, alone=len(found) == 1))
-            except OSError as error:  # a name may have addresses that this machine does not, such as ::1
-                problem = error
-                if error.errno == errno.EADDRINUSE:
-                    break
-            else:
-                self.port = listeners[-1].getsockname()[1]
-        if problem is None or (listeners and problem.errno != errno.EADDRINUSE):
-            return listeners
-        for listener in listeners:
-            listener.close()
-        if problem.errno == errno.EADDRINUSE:
-            raise PortInUse(self.port, "--grpc-port")
-        raise OptionInvalid("--host", f"cannot listen on {self._host}:{self.port}: {problem}")
-
-    def _listener(self, family: int, kind: int, protocol: int, address: _Address, *, alone: bool) -> socket.socket:
-        listener = socket.socket(family, kind, protocol)
-        try:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # past connections in TIME_WAIT do not count
-            if family == socket.AF_INET6 and not alone:
-                listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-            listener.bind((address[0], self.port, *address[2:]))
-            listener.listen(_BACKLOG)  # now, since two sockets may bind one port as long as neither listens
-            listener.setblocking(False)
-        except OSError:
-            listener.close()
-            raise
-        return listener
 
 
 class _End(asyncio.Protocol):

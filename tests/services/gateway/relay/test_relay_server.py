@@ -5,6 +5,7 @@ import json
 import socket
 from collections.abc import Awaitable, Callable
 from contextlib import ExitStack
+from typing import Any
 
 import pytest
 import uvloop
@@ -463,6 +464,22 @@ async def test_a_port_in_use_is_named_with_its_option() -> None:
         assert str(caught.value) == f"port {relay.port} is in use; choose another with --port"
     async with RelayServer(echo, app, port=relay.port) as again:
         assert again.port == relay.port
+
+
+async def test_a_name_with_two_addresses_is_served_at_both(monkeypatch: pytest.MonkeyPatch) -> None:
+    def found(_host: str, port: int, **_: object) -> list[Any]:
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (host, port)) for host in ("127.0.0.2", "127.0.0.1")]
+
+    with monkeypatch.context() as named:
+        named.setattr(socket, "getaddrinfo", found)
+        relay = await RelayServer(echo, app, host="gateway").__aenter__()
+    try:
+        for address in ("127.0.0.1", "127.0.0.2"):
+            _, writer = await asyncio.open_connection(address, relay.port)
+            writer.close()
+            await writer.wait_closed()
+    finally:
+        await relay.__aexit__(None, None, None)
 
 
 async def test_a_host_that_is_not_ours_is_refused() -> None:

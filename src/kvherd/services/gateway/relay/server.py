@@ -1,16 +1,16 @@
 """The listening side of the relay, from binding its port to letting the last stream end."""
 
 import asyncio
-import errno
 import resource
 import socket
 import ssl
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
 from types import TracebackType
 from typing import Self, cast
 
-from kvherd.core.errors import OptionInvalid, PortInUse
+from kvherd.services.gateway.listening import listen
 from kvherd.services.gateway.relay.connection import Connection, Premises
 from kvherd.services.gateway.relay.edge import AsgiApp, DataHandler, Judge, Launch, RelayLimits
 from kvherd.services.gateway.relay.handshake import Handshakes
@@ -67,7 +67,7 @@ class RelayServer:
         self._limits = _within_descriptors(limits or RelayLimits())
         self._tls = tls
         self._tls_refused = tls_refused
-        self._handshakes: Handshakes | None = None
+        self._handshakes: list[Handshakes] = []
         self._port_option = port_option
         self._host_option = host_option
         self._group = asyncio.TaskGroup()
@@ -83,8 +83,10 @@ class RelayServer:
         return len(self._premises.connections)
 
     async def __aenter__(self) -> Self:
-        listener = self._bind()
-        self._port = listener.getsockname()[1]
+        listeners = listen(
+            self._host, self._port, backlog=_BACKLOG, port_option=self._port_option, host_option=self._host_option
+        )
+        self._port = listeners[0].getsockname()[1]
         loop = asyncio.get_running_loop()
         premises = Premises(
             self._handler,
@@ -100,8 +102,11 @@ class RelayServer:
         self._premises = premises
         await self._group.__aenter__()
         try:
-            with listener:
-                await self._open_doors(listener, premises)
+            with ExitStack() as opening:
+                for listener in listeners:
+                    opening.enter_context(listener)
+                for listener in listeners:
+                    await self._open_doors(listener, premises)
         except BaseException:
             self._close_doors()
             await self._group.__aexit__(None, None, None)
@@ -123,7 +128,7 @@ class RelayServer:
     async def _open_doors(self, listener: socket.socket, premises: Premises) -> None:
         if self._tls is not None:
             limits = self._limits
-            self._handshakes = Handshakes(
+            handshakes = Handshakes(
                 self._tls,
                 self._group,
                 make=lambda: _as_protocol(Connection(premises, secured=True)),
@@ -131,7 +136,8 @@ class RelayServer:
                 within_s=limits.head_s,
                 refused=self._tls_refused,
             )
-            self._handshakes.open(listener.dup())
+            self._handshakes.append(handshakes)
+            handshakes.open(listener.dup())
             return
         loop = asyncio.get_running_loop()
         for _ in range(_DOORS):
@@ -147,8 +153,8 @@ class RelayServer:
     def _close_doors(self) -> None:
         for door in self._doors:
             door.close()
-        if self._handshakes is not None:
-            self._handshakes.close()
+        for handshakes in self._handshakes:
+            handshakes.close()
 
     async def _drain(self) -> None:
         premises = self._premises
@@ -181,25 +187,6 @@ class RelayServer:
             for connection in list(premises.connections):
                 connection.check(premises.now_s)
             make_room(premises.connections, self._limits.bodies_bytes)
-
-    def _bind(self) -> socket.socket:
-        try:
-            found = socket.getaddrinfo(self._host, self._port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        except (OSError, UnicodeError) as error:
-            raise OptionInvalid(self._host_option, f"{self._host!r} is no address of this machine: {error}") from None
-        family, kind, protocol, _, address = found[0]
-        listener = socket.socket(family, kind, protocol)
-        try:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # past connections in TIME_WAIT do not count
-            listener.bind(address)
-            listener.listen(_BACKLOG)  # now, since two sockets may bind one port as long as neither listens
-            listener.setblocking(False)
-        except OSError as error:
-            listener.close()
-            if error.errno == errno.EADDRINUSE:
-                raise PortInUse(self._port, self._port_option) from None
-            raise OptionInvalid(self._host_option, f"cannot listen on {self._host}:{self._port}: {error}") from None
-        return listener
 
 
 def _as_protocol(connection: Connection) -> asyncio.Protocol:
