@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 
+from kvherd.adapters.http_exchange import HttpAsker, pool_to
 from kvherd.adapters.http_pool import HttpPool
+from kvherd.adapters.http_url import http_address
 from kvherd.adapters.http_worker import HttpWorker
 from kvherd.core.errors import (
     OptionInvalid,
@@ -757,13 +759,15 @@ async def test_what_is_added_to_one_answer_is_not_in_the_next() -> None:
             assert [header for header in responder.headers if header.startswith("x-")] == ["x-" + name]
 
 
-async def test_an_answer_too_large_to_keep_fails_though_it_came_in_one_piece(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvherd.adapters.http_exchange._ANSWER_BYTES", 100)
-    async with RawServer(saying(json_answer(b"x" * 200))) as server, worker_at(server.url) as worker:
-        with pytest.raises(WorkerFailed, match="larger than 100 bytes"):
-            await worker.metrics()
-        with pytest.raises(WorkerFailed, match="larger than 100 bytes"):
-            await worker.metrics()
+async def test_an_answer_too_large_to_keep_fails_though_it_came_in_one_piece() -> None:
+    async with RawServer(saying(json_answer(b"x" * 200))) as server:
+        address = http_address(server.url)
+        pool = pool_to(address, None)
+        asker = HttpAsker(ANN, address, pool, api_key=None, limit_bytes=100)
+        for _ in range(2):
+            with pytest.raises(WorkerFailed, match="larger than 100 bytes"):
+                await asker.ask("GET", "/metrics")
+        await pool.close()
 
 
 async def test_a_worker_that_takes_a_large_body_slowly_is_no_error(caplog: pytest.LogCaptureFixture) -> None:

@@ -197,9 +197,8 @@ def test_a_normalizer_that_leaves_ascii_as_it_is_changes_nothing() -> None:
     assert words.encode(text) == tokenizer.encode(text).ids
 
 
-def test_words_are_remembered_within_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "MOST_WORDS", 10)
-    words = word_encoding(made("gpt-2"))
+def test_words_are_remembered_within_bounds() -> None:
+    words = word_encoding(made("gpt-2"), most_words=10)
     assert words is not None
     for number in range(100):
         assert words.encode(f"the {number} {'x' * number}") == made("gpt-2").encode(f"the {number} {'x' * number}").ids

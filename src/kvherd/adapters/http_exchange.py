@@ -15,7 +15,7 @@ from kvherd.core.ids import WorkerId
 from kvherd.wire.http_chunks import content
 from kvherd.wire.http_heads import Header
 
-_ANSWER_BYTES: Final = 16 * 1024 * 1024
+ANSWER_BYTES: Final = 16 * 1024 * 1024
 _REASON_CHARACTERS: Final = 300
 
 
@@ -55,7 +55,8 @@ class AnswerTooLarge(Exception):
 
 
 class _Kept:
-    def __init__(self) -> None:
+    def __init__(self, limit_bytes: int) -> None:
+        self._limit = limit_bytes
         self.status = 0
         self._parts: list[bytes] = []
         self._size_bytes = 0
@@ -65,7 +66,7 @@ class _Kept:
 
     def body(self, data: bytes) -> None:
         self._size_bytes += len(data)
-        if self._size_bytes > _ANSWER_BYTES:
+        if self._size_bytes > self._limit:
             raise AnswerTooLarge
         self._parts.append(data)
 
@@ -84,10 +85,19 @@ class HttpAsker:
     caller's.
     """
 
-    def __init__(self, worker: WorkerId, address: HttpAddress, pool: HttpPool, *, api_key: str | None) -> None:
+    def __init__(
+        self,
+        worker: WorkerId,
+        address: HttpAddress,
+        pool: HttpPool,
+        *,
+        api_key: str | None,
+        limit_bytes: int = ANSWER_BYTES,
+    ) -> None:
         self._worker = worker
         self._address = address
         self._pool = pool
+        self._limit = limit_bytes
         self._auth = f"authorization: Bearer {api_key}\r\n" if api_key else ""
 
     @property
@@ -105,7 +115,7 @@ class HttpAsker:
             f"{method} {self._address.prefix}{path} HTTP/1.1\r\nhost: {self._address.authority}\r\n"
             f"accept: */*\r\nuser-agent: kvherd\r\n{self._auth}{length}\r\n"
         ).encode("latin-1")
-        sink = _Kept()
+        sink = _Kept(self._limit)
         try:
             await self._pool.exchange(head, body, sink, repeatable=method == "GET", sent=sent)
         except NoDescriptor as short:
@@ -115,7 +125,7 @@ class HttpAsker:
         except UpstreamBroken as broken:
             raise WorkerFailed(self._worker, broken.reason) from None
         except AnswerTooLarge:
-            raise WorkerFailed(self._worker, f"its answer to {path} is larger than {_ANSWER_BYTES} bytes") from None
+            raise WorkerFailed(self._worker, f"its answer to {path} is larger than {self._limit} bytes") from None
         return sink.answer()
 
 

@@ -58,11 +58,18 @@ class WordEncoding:
     """Encodes as the tokenizer does, without the tokens that stand around a text. Safe in threads."""
 
     def __init__(
-        self, tokenizer: Tokenizer, words: re.Pattern[str], *, apart: bool, piece_characters: int = PIECE_CHARACTERS
+        self,
+        tokenizer: Tokenizer,
+        words: re.Pattern[str],
+        *,
+        apart: bool,
+        piece_characters: int = PIECE_CHARACTERS,
+        most_words: int = MOST_WORDS,
     ) -> None:
         """`apart`: words of ASCII are the same whatever stands beside them at `_WORD_ENDS`."""
         self._apart = apart
         self._piece = piece_characters
+        self._most_words = most_words
         self._tokenizer = tokenizer
         self._model = tokenizer.model
         self._words = words.findall
@@ -119,7 +126,7 @@ class WordEncoding:
 
     def _learn(self, word: str, ids: Sequence[int]) -> Sequence[int]:
         if len(word) <= MOST_CHARACTERS:
-            if len(self._known) >= MOST_WORDS:
+            if len(self._known) >= self._most_words:
                 self._known.clear()
             self._known[word] = ids
         return ids
@@ -135,7 +142,9 @@ def _pieces(text: str, characters: int) -> Iterator[str]:
         begin = end
 
 
-def word_encoding(tokenizer: Tokenizer, *, piece_characters: int = PIECE_CHARACTERS) -> WordEncoding | None:
+def word_encoding(
+    tokenizer: Tokenizer, *, piece_characters: int = PIECE_CHARACTERS, most_words: int = MOST_WORDS
+) -> WordEncoding | None:
     """None for a tokenizer that is not read here in all that matters."""
     added = tokenizer.get_added_tokens_decoder().values()
     plain = not any(one.lstrip or one.rstrip or one.single_word for one in added)
@@ -149,7 +158,7 @@ def word_encoding(tokenizer: Tokenizer, *, piece_characters: int = PIECE_CHARACT
     words = re.compile(pattern[0], re.ASCII)
     if not _cuts_alike(tokenizer, words):
         return None
-    return WordEncoding(tokenizer, words, apart=pattern[1], piece_characters=piece_characters)
+    return WordEncoding(tokenizer, words, apart=pattern[1], piece_characters=piece_characters, most_words=most_words)
 
 
 def _state(part: Normalizer | PreTokenizer | None) -> dict[str, Any]:

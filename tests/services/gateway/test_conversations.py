@@ -223,10 +223,9 @@ def test_memory_is_bounded_and_the_latest_used_stay() -> None:
 
 
 @pytest.mark.parametrize("tools", [0, 1])
-def test_what_stands_around_messages_is_remembered_within_bounds(monkeypatch: pytest.MonkeyPatch, tools: int) -> None:
-    monkeypatch.setattr("kvherd.services.gateway.conversations.FRAMES_BYTES", 10_000)
+def test_what_stands_around_messages_is_remembered_within_bounds(tools: int) -> None:
     encodings, tokenizer = EncodingCache(), ByteTokenizer()
-    conversations = Conversations(encodings)
+    conversations = Conversations(encodings, frames_bytes=10_000)
     frames = conversations._frames
     beginnings = []
     for number in range(100):

@@ -90,12 +90,14 @@ _Key: TypeAlias = tuple[int, int, int, int, bytes]
 class Conversations:
     """Remembers beginnings, the latest used, `limit_bytes` of them altogether. One hasher names their blocks."""
 
-    def __init__(self, encodings: EncodingCache, *, limit_bytes: int = LIMIT_BYTES) -> None:
+    def __init__(
+        self, encodings: EncodingCache, *, limit_bytes: int = LIMIT_BYTES, frames_bytes: int = FRAMES_BYTES
+    ) -> None:
         self._encodings = encodings
         self._limit = limit_bytes
         self._bytes = 0
         self._known: OrderedDict[_Key, Beginning] = OrderedDict()
-        self._frames = _Frames()
+        self._frames = _Frames(frames_bytes)
 
     def read(self, body: bytes, messages: bytes, tokenizer: Tokenizer) -> Told | None:
         """The prompt of a chat, whose body has `messages`; None if the whole has to be rendered, or a thread to encode.
@@ -174,7 +176,8 @@ class _Frame(NamedTuple):
 class _Frames:
     """Frames by what stands around the messages in a body: the same for all turns of most conversations."""
 
-    def __init__(self) -> None:
+    def __init__(self, limit_bytes: int) -> None:
+        self._limit = limit_bytes
         self._known: OrderedDict[tuple[bytes, bytes], _Frame | None] = OrderedDict()
         self._known_bytes = 0
         self._numbers: OrderedDict[bytes, _Frame] = OrderedDict()
@@ -190,7 +193,7 @@ class _Frames:
         call = decode_frame(around)
         frame = self._known[around] = None if call is None else self._numbered(call)
         self._known_bytes += len(around[0]) + len(around[1]) + _OWN_BYTES
-        while self._known_bytes > FRAMES_BYTES:
+        while self._known_bytes > self._limit:
             (head, tail), _ = self._known.popitem(last=False)
             self._known_bytes -= len(head) + len(tail) + _OWN_BYTES
         return frame
@@ -205,7 +208,7 @@ class _Frames:
         frame = self._numbers[changing] = _Frame(self._next, call)
         self._next += 1
         self._numbers_bytes += len(changing) + _OWN_BYTES
-        while self._numbers_bytes > FRAMES_BYTES:
+        while self._numbers_bytes > self._limit:
             self._numbers_bytes -= len(self._numbers.popitem(last=False)[0]) + _OWN_BYTES
         return frame
 
