@@ -8,7 +8,14 @@ import typer
 from kvherd.cli import panels
 from kvherd.cli.engine_key import EngineKeyOption, engine_key
 from kvherd.cli.gateway_client import AdminKeyOption
-from kvherd.cli.gateway_keys import DATA_KEY, AdminKeyFileOption, DataKeyOption, admin_key_given, secret_given
+from kvherd.cli.gateway_keys import (
+    DATA_KEY,
+    AdminKeyFileOption,
+    DataKeyOption,
+    admin_key_given,
+    require_apart,
+    secret_given,
+)
 from kvherd.cli.gateway_load import (
     FirstByteOption,
     LateBindingOption,
@@ -166,6 +173,9 @@ def command(
     answer whoever brings it.
     """
     start_logging(log_level)
+    operators_key = admin_key_given(admin_key, admin_key_file)
+    data_key = secret_given("--api-key", api_key, DATA_KEY)
+    require_apart(operators_key, data_key)
     options = GatewayOptions(
         workers=tuple(worker or ()),
         config=text_of(config),
@@ -174,8 +184,8 @@ def command(
         host_names=tuple(host_name or ()),
         port=port,
         grpc_port=grpc_port,
-        admin_key=admin_key_given(admin_key, admin_key_file),
-        data_key=secret_given("--api-key", api_key, DATA_KEY),
+        admin_key=operators_key,
+        data_key=data_key,
         engine_key=engine_key(engine_api_key),
         tls_cert=text_of(tls_cert),
         tls_key=text_of(tls_key),

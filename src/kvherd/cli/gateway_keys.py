@@ -16,6 +16,7 @@ log = logging.getLogger(__name__)
 
 DATA_KEY = "KVHERD_API_KEY"
 _MOST_KEY_BYTES = 8192
+_LEAST_KEY = 8
 
 DataKeyOption = Annotated[
     str | None,
@@ -41,12 +42,18 @@ AdminKeyFileOption = Annotated[
 
 
 def secret_given(option: str, value: str | None, variable: str) -> str | None:
-    """The secret as it can stand in a header. Raises `OptionInvalid`, which does not repeat it."""
+    """The secret as it can stand in a header; None for none. Raises `OptionInvalid`, which does not repeat it.
+
+    A variable of the environment that is empty is none; an empty word of the command line was meant to be one.
+    """
     secret = (value or "").strip()
-    if not secret:
+    if not secret and (value is None or os.environ.get(variable) == value):
         return None
+    if not secret:
+        raise OptionInvalid(option, "is empty; leave it out for none")
     if not secret.isascii() or not secret.isprintable() or " " in secret:
         raise OptionInvalid(option, "a key is of printable ASCII characters, without spaces")
+    _require_long(option, secret)
     if os.environ.get(variable) != value:
         log.warning("%s on the command line can be read by every user of this machine; use %s", option, variable)
     return secret
@@ -63,4 +70,16 @@ def admin_key_given(value: str | None, file: Path | None) -> str | None:
         raise OptionInvalid("--admin-key-file", f"cannot read {file}: {reason}") from None
     if not secret or not secret.isprintable() or " " in secret:
         raise OptionInvalid("--admin-key-file", f"{file} must hold a key of printable characters without spaces")
+    _require_long("--admin-key-file", secret)
     return secret
+
+
+def require_apart(admin_key: str | None, data_key: str | None) -> None:
+    """Raise `OptionInvalid` where every client would be an operator."""
+    if admin_key is not None and admin_key == data_key:
+        raise OptionInvalid("--admin-key", "is the key of clients (--api-key), too; operators have another")
+
+
+def _require_long(option: str, secret: str) -> None:
+    if len(secret) < _LEAST_KEY:
+        raise OptionInvalid(option, f"a key has {_LEAST_KEY} characters or more")
