@@ -39,6 +39,7 @@ from kvherd.core.kv.index import Holder, PrefixIndex
 from kvherd.core.kv.watch import Watch
 from kvherd.core.routing.candidate import KvKnowledge
 from kvherd.core.routing.policy import make_policy
+from kvherd.core.text.calls import ChatCall
 from kvherd.ports.completions import Tokenizer, Usage
 from kvherd.ports.kv_feed import KvFeed
 from kvherd.ports.worker import Call, Responder, WorkerFacts, WorkerKind, WorkerLoad
@@ -283,6 +284,22 @@ async def test_a_long_body_is_read_in_a_thread_and_goes_where_its_prefix_is(monk
     assert [one.headers["x-kvherd-predicted-cached-tokens"] for one in (answer, ids)] == ["10", "10"]
     assert [bytes(list(one or ())[:14]) for one in sent] == [b"hello world an", b"hello world\7\7\7"]
     assert threading.get_ident() not in threads
+
+
+@pytest.mark.net
+async def test_a_chat_that_takes_a_thread_is_rendered_no_more_than_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    rendered, render = [], ByteTokenizer.render_chat
+
+    def counted(tokenizer: ByteTokenizer, call: ChatCall) -> str:
+        rendered.append(call)
+        return render(tokenizer, call)
+
+    monkeypatch.setattr(ByteTokenizer, "render_chat", counted)
+    async with herd(fake(ANN)) as it:
+        messages = [{"role": "user", "content": "so it goes " * 40_000}]
+        answer = await it.send({"model": "m", "messages": messages}, "/v1/chat/completions")
+    assert answer.status == 200
+    assert len(rendered) == 2
 
 
 @pytest.mark.net

@@ -39,7 +39,7 @@ from kvherd.services.gateway.launching import Launched
 from kvherd.services.gateway.long_bodies import LongBodies
 from kvherd.services.gateway.metrics import GatewayMetrics
 from kvherd.services.gateway.patience import TIMEOUT, GivesUp, Patience, Wait, seconds_told
-from kvherd.services.gateway.prompts import Prompt, is_long, read_prompt, read_prompt_now
+from kvherd.services.gateway.prompts import LONG_BODY_BYTES, Prompt, is_long, read_prompt, read_prompt_now
 from kvherd.services.gateway.relay.edge import STORED, DataRequest
 from kvherd.services.gateway.settings import Bounds, HealMode
 from kvherd.services.gateway.tries import Tries
@@ -130,7 +130,7 @@ class DataPath:
 
     def launch(self, incoming: DataRequest, responder: Responder, landed: Landed) -> Flight | None:
         """The same for a request of which nothing has to be awaited but the worker's answer."""
-        if incoming.path.startswith(STORED) or is_long(incoming.path, incoming.body):
+        if incoming.path.startswith(STORED) or len(incoming.body) >= LONG_BODY_BYTES:  # most would be read once more
             return None
         try:
             turn = self._read(incoming, responder, None)
