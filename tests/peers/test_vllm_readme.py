@@ -35,7 +35,7 @@ from vllm.entrypoints.cli.main import main
 sys.argv[0] = "vllm"
 if __name__ == "__main__":
     main()
-' "$@" --enforce-eager --max-model-len 1024 --max-num-seqs 4 --kv-cache-memory-bytes 16M
+' "$@" --enforce-eager --max-model-len 1024 --max-num-seqs 4 --kv-cache-memory-bytes 64M
 """
 
 
