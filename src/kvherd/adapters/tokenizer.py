@@ -133,6 +133,10 @@ class ModelTokenizer:
     def turns_ahead(self) -> int | None:
         return None if self._template is None or self._template.turns is None else self._template.turns.ahead
 
+    @property
+    def only_shown(self) -> bool:
+        return self._template is not None and self._template.turns is not None and self._template.turns.only_shown
+
     def render_turns(self, call: ChatCall, begin: int) -> RenderedTurns | None:
         return None if self._template is None else self._template.render_turns(call, begin)
 

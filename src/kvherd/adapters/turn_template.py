@@ -15,6 +15,7 @@ from typing import Any, Final, cast
 
 from jinja2 import Environment, Template, nodes
 
+from kvherd.adapters.shown_content import only_shown
 from kvherd.core.text.turns import RenderedTurns, TurnUnreadError
 
 _MESSAGES: Final = "messages"
@@ -57,11 +58,12 @@ class _Refused(Exception):
 class TurnTemplate:
     """Renders the last turns of a chat. Pure and safe in threads.
 
-    `ahead`: how many messages must follow one before its turn is known for good.
+    `ahead`: how many messages must follow one before its turn is known for good. `only_shown`: see `shown_content`.
     """
 
-    def __init__(self, template: Template, ahead: int) -> None:
+    def __init__(self, template: Template, ahead: int, *, only_shown: bool) -> None:
         self.ahead = ahead
+        self.only_shown = only_shown
         self._template = template
         self._globals = dict(template.globals)
         self._mark = secrets.token_hex(16)
@@ -84,13 +86,15 @@ class TurnTemplate:
 def turn_template(environment: Environment, source: str) -> TurnTemplate | None:
     """The template cut at its turns; None if it cannot be. `source` has to compile."""
     tree = environment.parse(source)
+    cutter = _Cutter(tree)
     try:
-        ahead = _Cutter(tree).cut()
+        cutter.cut()
     except _Refused:
         return None
     tree.set_environment(environment).set_lineno(1)
     code = environment.compile(tree)
-    return TurnTemplate(Template.from_code(environment, code, environment.make_globals(None)), ahead)
+    whole = Template.from_code(environment, code, environment.make_globals(None))
+    return TurnTemplate(whole, cutter.ahead, only_shown=cutter.only_shown)
 
 
 def _before(number: int) -> int:
@@ -109,8 +113,9 @@ class _Cutter:
     """The messages, or all but the first ones."""
     called: set[str] = field(default_factory=lambda: set(_CALLED))
     ahead: int = 0
+    only_shown: bool = False
 
-    def cut(self) -> int:
+    def cut(self) -> None:
         body = self.tree.body
         at = next((at for at, node in enumerate(body) if self._of_messages(node, body[:at])), None)
         if at is None:
@@ -121,6 +126,7 @@ class _Cutter:
         if loop.test is not None or loop.recursive or loop.else_ or not isinstance(loop.target, nodes.Name):
             raise _Refused
         self._judge_turn(loop)
+        self.only_shown = not self.ahead and only_shown(loop, body[at + 1 :], self.names)
         shown = loop.iter
         assert isinstance(shown, nodes.Name)
         loop.iter = nodes.Getitem(shown, nodes.Slice(nodes.Neg(_name(_FRESH)), None, None), "load")
@@ -136,7 +142,6 @@ class _Cutter:
             _mark(),
         ]
         loop.iter = _name(_TURNS)
-        return self.ahead
 
     # --- what stands before the loop ---------------------------------------------------------------------------
 

@@ -98,6 +98,14 @@ class Tokenizer(Protocol):
         """
         ...
 
+    @property
+    def only_shown(self) -> bool:
+        """Of a message behind the first turn that has a role and a text that is not blank, and nothing else, the text
+        is only shown, as it is or stripped: what stands around it, and behind all, depends on the role, on the first
+        message and on what is no message.
+        """
+        ...
+
     def render_turns(self, call: ChatCall, begin: int) -> RenderedTurns | None:
         """The same for the messages from `begin` on, which is not the end: what `render_chat` makes of them, behind
         what it makes of those before. Of these all but the first and the last may be `UNREAD`.

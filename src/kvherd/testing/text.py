@@ -44,6 +44,7 @@ class ByteTokenizer:
         return said + ("assistant: " if call.add_generation_prompt else "")
 
     turns_ahead = None
+    only_shown = False
 
     def render_turns(self, call: ChatCall, begin: int) -> RenderedTurns | None:
         return None

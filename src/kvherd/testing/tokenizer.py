@@ -48,6 +48,7 @@ class ByteTokenizer:
         return turns + "<|im_start|>assistant\n" * call.add_generation_prompt
 
     turns_ahead = 0
+    only_shown = True
 
     def render_turns(self, call: ChatCall, begin: int) -> RenderedTurns | None:
         turns = [f"<|im_start|>{one['role']}\n{one['content']}<|im_end|>\n" for one in call.messages[begin:]]

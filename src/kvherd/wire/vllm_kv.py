@@ -15,7 +15,7 @@ without loss raises `BatchUntranslatable`. Nothing else is raised, whatever the 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import Annotated, Any, Final, Generic, TypeAlias, TypeVar, cast
+from typing import Any, Final, cast
 
 import msgspec
 
@@ -26,69 +26,11 @@ from kvherd.core.kv.events import BlocksRemoved, BlocksStored, CacheCleared, Ext
 from kvherd.core.kv.live_state import LiveState
 from kvherd.core.kv.normalize import CacheGroups, medium_of, namespace, tier_of
 from kvherd.core.kv.stream import BatchUntranslatable
+from kvherd.wire.kv_messages import Cleared, Pair, PairedStored, PlainStored, Stored, Token, WireHash, read
 
 _HASH_BYTES: Final = 8
 _HASHES: Final = 2**64
-
-WireHash = int | bytes
-Token = Annotated[int, msgspec.Meta(ge=0, lt=2**32)]
-Pair = tuple[Token, Token]
-Atom = TypeVar("Atom", Token, Pair)
-
-
-class _Stored(msgspec.Struct, Generic[Atom], frozen=True, tag_field="type", tag="BlockStored"):
-    """All but the hashes may be missing here, so that what is missing can be named. The order is the array layout's."""
-
-    block_hashes: tuple[WireHash, ...]
-    parent_block_hash: WireHash | None = None
-    token_ids: tuple[Atom, ...] = ()
-    block_size: int = 0
-    lora_id: int | None = None
-    medium: str | None = None
-    lora_name: str | None = None
-    extra_keys: tuple[tuple[Any, ...] | None, ...] | None = None
-    group_idx: int | None = None
-    kv_cache_spec_kind: str | None = None
-    locality: str | None = None
-    cache_salt: str | None = None
-
-
-class _Removed(msgspec.Struct, frozen=True, tag_field="type", tag="BlockRemoved"):
-    block_hashes: tuple[WireHash, ...]
-    medium: str | None = None
-    group_idx: int | None = None
-    locality: str | None = None
-
-
-class _Cleared(msgspec.Struct, frozen=True, tag_field="type", tag="AllBlocksCleared"):
-    pass
-
-
-_Plain: TypeAlias = _Stored[Token]
-_Paired: TypeAlias = _Stored[Pair]
-_Event: TypeAlias = _Plain | _Paired | _Removed | _Cleared
-
-
-class _Payload(msgspec.Struct, frozen=True, array_like=True):
-    timestamp_s: float
-    events: tuple[_Plain | _Removed | _Cleared, ...]
-    rank: int | None = None
-
-
-class _AnyPayload(msgspec.Struct, frozen=True, array_like=True):
-    timestamp_s: float
-    events: tuple[Any, ...]
-    rank: int | None = None
-
-
-_ARRAY_KEYS: Final = {
-    "BlockStored": (*_Stored.__struct_fields__[:10],),
-    "BlockRemoved": (*_Removed.__struct_fields__[:3],),
-}
-
-_encoder = msgspec.msgpack.Encoder()
-_payload = msgspec.msgpack.Decoder(_Payload)
-_any_payload = msgspec.msgpack.Decoder(_AnyPayload)
+_encoder: Final = msgspec.msgpack.Encoder()
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,25 +54,25 @@ class KvDecoder:
         Raises `FrameInvalid` for what is no msgpack, `BatchUntranslatable` for what cannot be repeated.
         """
         try:
-            read = _read(payload)
+            told = read(payload)
         except msgspec.ValidationError as error:
             raise BatchUntranslatable(str(error)) from error
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise FrameInvalid("KV event", str(error)) from error
-        rank = None if read.rank is None else Rank(read.rank)
+        rank = None if told.rank is None else Rank(told.rank)
         events: list[KvEvent] = []
-        for one in read.events:
-            if isinstance(one, _Cleared):
+        for one in told.events:
+            if isinstance(one, Cleared):
                 events.append(CacheCleared())
             elif one.locality == "REMOTE":
                 pass  # a shared pool's blocks: no statement about this engine
-            elif isinstance(one, _Stored):
+            elif isinstance(one, Stored):
                 events += self._stores(one, known)
             elif self._groups.removed(one.group_idx):
                 events.append(BlocksRemoved(_hashes(one.block_hashes), tier_of(one.medium)))
-        return PublishedBatch(read.timestamp_s, tuple(events), rank)
+        return PublishedBatch(told.timestamp_s, tuple(events), rank)
 
-    def _stores(self, event: _Plain | _Paired, known: LiveState | None) -> Sequence[BlocksStored]:
+    def _stores(self, event: PlainStored | PairedStored, known: LiveState | None) -> Sequence[BlocksStored]:
         tier = tier_of(event.medium)
         counts = self._groups.stored(event.group_idx, event.kv_cache_spec_kind)
         if counts is not False and tier is not Tier.DEVICE and _only_names(event):
@@ -150,44 +92,19 @@ def encode_batch(timestamp_s: float, events: Sequence[KvEvent], rank: Rank) -> b
     return _encoder.encode([timestamp_s, [_as_map(event) for event in events], rank])
 
 
-@dataclass(frozen=True, slots=True)
-class _Read:
-    timestamp_s: float
-    events: Sequence[_Event]
-    rank: int | None
-
-
-def _read(payload: bytes) -> _Payload | _Read:
-    """Maps of plain tokens at once, which is all that most engines send; what is not that, event by event."""
-    try:
-        return _payload.decode(payload)
-    except msgspec.ValidationError:
-        batch = _any_payload.decode(payload)
-        return _Read(batch.timestamp_s, [_read_event(event) for event in batch.events], batch.rank)
-
-
-def _read_event(event: object) -> _Event:
-    if isinstance(event, list) and event and isinstance(event[0], str):
-        keys = _ARRAY_KEYS.get(event[0], ())
-        event = {"type": event[0], **dict(zip(keys, event[1:], strict=False))}  # trailing defaults are omitted
-    tokens = event.get("token_ids") if isinstance(event, dict) else None
-    paired = isinstance(tokens, list) and bool(tokens) and isinstance(tokens[0], list)
-    return msgspec.convert(event, (_Paired if paired else _Plain) | _Removed | _Cleared)
-
-
-def _only_names(event: _Plain | _Paired) -> bool:
+def _only_names(event: PlainStored | PairedStored) -> bool:
     """Whether blocks are named without what they hold, or without the extra keys that went into their hashes."""
     return not event.token_ids or (event.extra_keys is None and event.group_idx is not None)
 
 
-def _recognized(event: _Plain | _Paired, tier: Tier, known: LiveState | None) -> Iterator[BlocksStored]:
+def _recognized(event: PlainStored | PairedStored, tier: Tier, known: LiveState | None) -> Iterator[BlocksStored]:
     for block in _hashes(event.block_hashes):
         described = None if known is None else known.find(block)
         if described is not None:
             yield replace(described, tier=tier)
 
 
-def _stored(event: _Plain | _Paired, tier: Tier) -> BlocksStored:
+def _stored(event: PlainStored | PairedStored, tier: Tier) -> BlocksStored:
     count = len(event.block_hashes)
     if event.block_size <= 0:
         raise BatchUntranslatable(f"a store with block size {event.block_size}")
@@ -217,7 +134,9 @@ def _stored(event: _Plain | _Paired, tier: Tier) -> BlocksStored:
     )
 
 
-def _namespace(event: _Plain | _Paired, count: int) -> tuple[str | None, str | None, tuple[tuple[ExtraKey, ...], ...]]:
+def _namespace(
+    event: PlainStored | PairedStored, count: int
+) -> tuple[str | None, str | None, tuple[tuple[ExtraKey, ...], ...]]:
     """LoRA, salt, and the rest of what went into the hash of each block."""
     if event.extra_keys and len(event.extra_keys) != count:
         raise BatchUntranslatable(f"a store of {count} blocks with extra keys for {len(event.extra_keys)}")

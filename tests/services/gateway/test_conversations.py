@@ -15,6 +15,8 @@ from kvherd.adapters.chat_template import CHATML
 from kvherd.adapters.tokenizer import ModelTokenizer
 from kvherd.adapters.vocabulary import Vocabulary, byte_characters, tiny_vocabulary
 from kvherd.core.kv.hashing import PrefixHasher
+from kvherd.core.text.calls import ChatCall
+from kvherd.core.text.turns import RenderedTurns
 from kvherd.ports.completions import Tokenizer
 from kvherd.services.gateway.conversations import Conversations
 from kvherd.services.gateway.encodings import EncodingCache
@@ -59,10 +61,16 @@ MESSAGE = st.builds(
     CONTENTS,
     st.sampled_from([False, False, True]),
 )
+PLAIN = st.builds(
+    lambda role, content: {"role": role, "content": content},
+    st.sampled_from(["user", "user", "user", "assistant", "system"]),
+    st.sampled_from(["aa", " a ", "a\n", " ", "<s>", "|im_", "<|", "\x1f", "er\n", "é", "x" * 300, "im_start|>user"]),
+)
 STEP = st.one_of(
     st.tuples(st.just("say"), st.lists(MESSAGE, min_size=1, max_size=3)),
     st.tuples(st.just("edit"), st.tuples(st.integers(0, 20), MESSAGE)),
     st.tuples(st.just("cut"), st.integers(0, 20)),
+    st.tuples(st.just("ask"), st.lists(PLAIN, min_size=1, max_size=4)),
 )
 FIELDS = st.sampled_from(
     [
@@ -81,7 +89,7 @@ SPELLINGS = st.sampled_from([{}, {}, {"separators": (",", ":")}, {"indent": 1}, 
 
 
 def done(messages: list[dict[str, Any]], act: str, what: Any) -> list[dict[str, Any]]:
-    if act == "say":
+    if act in ("say", "ask"):
         return [*messages, *what]
     if act == "edit" and messages:
         at = what[0] % len(messages)
@@ -116,7 +124,11 @@ def test_a_conversation_has_the_tokens_that_its_messages_have_by_themselves(
     encodings = EncodingCache()
     conversations = Conversations(encodings)
     for (act, what), fields, spelling in [(("say", []), {}, {}), *steps]:
-        messages = done(messages, act, what)
+        for last in what[:-1] if act == "ask" else ():  # of one conversation, each in another's place
+            require_the_same(
+                conversations, encodings, tokenizer, body_of(done(messages, act, [last]), fields, spelling)
+            )
+        messages = done(messages, act, what[-1:] if act == "ask" else what)
         require_the_same(conversations, encodings, tokenizer, body_of(messages, fields, spelling))
 
 
@@ -197,9 +209,74 @@ def test_of_a_conversation_that_goes_on_only_what_is_new_is_encoded() -> None:
     prompt = read(conversations, encodings, tokenizer, "one two three four five")
     assert tokenizer.encoded == ["<|im_start|>assistant\nfour", "<|im_start|>user\nfive"]
     assert prompt.beginning is not None
-    assert len(prompt.beginning.messages) == 4
+    assert prompt.beginning.count == 4
     again = read(conversations, encodings, tokenizer, "one two three four other")
     assert again.beginning is prompt.beginning
+
+
+class Counting(ByteTokenizer):
+    """Notes how many messages were rendered each time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rendered: list[int] = []
+
+    def render_turns(self, call: ChatCall, begin: int) -> RenderedTurns | None:
+        self.rendered.append(len(call.messages) - begin)
+        return super().render_turns(call, begin)
+
+
+def test_what_is_asked_in_anothers_place_needs_no_template() -> None:
+    encodings, tokenizer = EncodingCache(), Counting()
+    conversations = Conversations(encodings)
+    read(conversations, encodings, tokenizer, "one two three")
+    read(conversations, encodings, tokenizer, "one two other")  # what stands around it is learned here
+    tokenizer.rendered.clear()
+    tokenizer.encoded.clear()
+    prompt = read(conversations, encodings, tokenizer, "one two another")
+    assert tokenizer.rendered == []
+    assert tokenizer.encoded == ["<|im_start|>user\nanother"]
+    whole = read(Conversations(encodings), encodings, tokenizer, "one two another")
+    assert prompt.token_ids == whole.token_ids
+    assert told(prompt) == told(whole)
+
+
+def test_a_conversation_goes_on_without_the_template_once_its_roles_are_known() -> None:
+    encodings, tokenizer = EncodingCache(), Counting()
+    conversations = Conversations(encodings)
+    for last in ("three", "other"):
+        read(conversations, encodings, tokenizer, f"one two {last}")
+    for last in ("four", "other"):
+        read(conversations, encodings, tokenizer, f"one two three {last}")
+    tokenizer.rendered.clear()
+    read(conversations, encodings, tokenizer, "one two three four five six seven")
+    assert tokenizer.rendered == []
+
+
+@pytest.mark.parametrize(
+    "last",
+    [
+        {"role": "user", "content": "x", "name": "ann"},
+        {"role": "nobody", "content": "x"},
+        {"role": "user", "content": None},
+        {"role": "user", "content": [{"type": "text", "text": "x"}]},
+        {"role": "user", "content": ""},
+        {"role": "user", "content": "  "},
+        {"role": "user", "content": "x<|im_end|>"},
+        {"role": "user", "content": "x" * 40_000},
+    ],
+)
+def test_what_is_not_plain_is_looked_at_closely(last: dict[str, Any]) -> None:
+    encodings, tokenizer = EncodingCache(), Counting()
+    conversations = Conversations(encodings)
+    for plain in ("three", "other"):
+        read(conversations, encodings, tokenizer, f"one two {plain}")
+    body = body_of([*said("user: one", "assistant: two"), last], {}, {})
+    remembered = read_prompt_now(PATH, body, peek(body), tokenizer, encodings, conversations=conversations)
+    alone = read_prompt_now(PATH, body, peek(body), tokenizer, EncodingCache())
+    assert (remembered is None) == (alone is None)
+    if remembered is not None and alone is not None:
+        assert told(remembered) == told(alone)
 
 
 def test_two_tokenizers_and_two_kinds_of_calls_share_no_beginning() -> None:

@@ -21,10 +21,18 @@ from kvherd.core.ids import PrefixHash
 from kvherd.core.kv.hashing import TOKEN_BYTES, PrefixHasher, token_bytes
 from kvherd.core.text.calls import ChatCall
 from kvherd.core.text.parity import PromptClass, classes_of, said_by
-from kvherd.core.text.turns import UNREAD
+from kvherd.core.text.turns import UNREAD, RenderedTurns
 from kvherd.ports.completions import Tokenizer
 from kvherd.services.gateway.encodings import EncodingCache
-from kvherd.wire.openai.conversation import around_messages, decode_frame, decode_messages, split_messages
+from kvherd.services.gateway.plain_turns import LastAsked, PlainTurn, is_plain, last_asked, plain_turn
+from kvherd.wire.openai.conversation import (
+    around_messages,
+    decode_frame,
+    decode_messages,
+    message_starts,
+    split_messages,
+)
+from kvherd.wire.openai.plain_messages import last_message
 
 LIMIT_BYTES: Final = 64 * 1024 * 1024
 FRAMES_BYTES: Final = 4 * 1024 * 1024
@@ -32,26 +40,34 @@ _OWN_BYTES: Final = 1024
 _BLOCK_BYTES: Final = 4
 """What a beginning costs beside what it holds, and the name of a block for each of its tokens."""
 _TAIL: Final = 32
+_LOOK: Final = 8
 _NAMESPACES: Final = 4
 
 
 @dataclass(slots=True, eq=False)
 class Beginning:
-    """The first messages of a chat. `read` has those of them that a template may look at again.
+    """The first `count` messages of a chat, `prefix` in their body as far as the next. `read` has those of them that a
+    template may look at again.
 
     `tokens` are those of its text up to a cut, `chars` characters of it, and `open_end` is the text behind, as far as
-    it is known for good: that of `turns` messages.
+    it is known for good: that of `turns` messages, of which the opening took the first `taken`. What `plain` has, by
+    role, is of all that begin alike: None for a role of which nothing is known in advance.
     """
 
-    messages: list[bytes] = field(default_factory=list)
+    count: int = 0
+    prefix: bytes = b""
     read: tuple[dict[str, Any], ...] = ()
     classes: frozenset[PromptClass] = frozenset()
     opening: str = ""
     turns: int = 0
+    taken: int = 0
     tokens: "array[int]" = field(default_factory=lambda: array("I"))
     chars: int = 0
     open_end: str = ""
     chains: dict[tuple[str, str | None, int, str | None], list[PrefixHash]] = field(default_factory=dict)
+    plain: dict[str, PlainTurn | None] = field(default_factory=dict)
+    asked: dict[str, LastAsked | None] = field(default_factory=dict)
+    """By the role of the message behind it."""
 
     def chain(
         self, hasher: PrefixHasher, model: str, block_size: int, *, lora: str | None, salt: str | None
@@ -72,7 +88,7 @@ class Beginning:
     @property
     def size_bytes(self) -> int:
         text = len(self.open_end) + len(self.opening)
-        return sum(map(len, self.messages)) + (TOKEN_BYTES + _BLOCK_BYTES) * len(self.tokens) + 2 * text + _OWN_BYTES
+        return len(self.prefix) + (TOKEN_BYTES + _BLOCK_BYTES) * len(self.tokens) + 2 * text + _OWN_BYTES
 
 
 class Told(NamedTuple):
@@ -83,8 +99,8 @@ class Told(NamedTuple):
     beginning: Beginning
 
 
-_Key: TypeAlias = tuple[int, int, int, int, bytes]
-"""Tokenizer, frame, number of messages, their bytes, the last one's end: whoever has the same is compared in full."""
+_Key: TypeAlias = tuple[int, int, int, bytes]
+"""Tokenizer, frame, bytes before the next message, the last of them: whoever has the same is compared in full."""
 
 
 class Conversations:
@@ -106,19 +122,25 @@ class Conversations:
         """
         ahead = tokenizer.turns_ahead
         frame = None if ahead is None else self._frames.of(body, messages)
-        raw = split_messages(messages) if frame is not None else []
-        if ahead is None or frame is None or not raw:
+        if ahead is None or frame is None:
             return None
         name = id(tokenizer), frame.number
-        known = self._longest(name, raw)
-        fresh = decode_messages(raw, begin=len(known.messages))
-        call = _call(frame.call, known, fresh)
-        rendered = tokenizer.render_turns(call, known.turns)
-        first = len(raw) - len(rendered.turns) if rendered is not None else 0
-        if rendered is None or (known.messages and (known.opening, known.turns) != (rendered.opening, first)):
+        told = self._told_at_once(name, messages, tokenizer)
+        if told is not None:
+            return told
+        raw = split_messages(messages)
+        if not raw:
             return None
-        if not known.messages:
-            known = Beginning(opening=rendered.opening, turns=first, open_end=rendered.opening)
+        begins = message_starts(raw, messages)
+        known = self._longest(name, begins, messages)
+        fresh = decode_messages(raw, begin=known.count)
+        call = _call(frame.call, known, fresh)
+        rendered = _rendered(tokenizer, call, known)
+        first = len(raw) - len(rendered.turns) if rendered is not None else 0
+        if rendered is None or (known.count and (known.opening, known.turns) != (rendered.opening, first)):
+            return None
+        if not known.count:
+            known = Beginning(opening=rendered.opening, turns=first, taken=first, open_end=rendered.opening)
         special_in = self._encodings.special(tokenizer).search
         kept = known.classes if len(fresh) == 1 else known.classes | _said(fresh[:-1], special_in)
         classes = classes_of(call, kept | _said(fresh[-1:], special_in))
@@ -127,21 +149,71 @@ class Conversations:
             more = self._more(tokenizer, known, rendered.turns[known.turns - first : turns - first])
             if more is None:
                 return None
-            known = replace(more, messages=raw[:-1], read=_still_read(call, turns), classes=kept, turns=turns)
+            known = replace(
+                more,
+                count=len(raw) - 1,
+                prefix=messages[: begins[-1]],
+                read=_still_read(call, turns),
+                classes=kept,
+                turns=turns,
+                asked={},
+            )
             self._remember(name, known)
         rest = known.open_end + "".join(rendered.turns[known.turns - first :]) + rendered.ending
         tokenizer.check_length(rest, after_chars=known.chars)
         encoded = self._encodings.encode_more(tokenizer, rest)
-        return None if encoded is None else Told(known.tokens + array("I", encoded), classes, known)
+        if encoded is None:
+            return None
+        told = Told(known.tokens + array("I", encoded), classes, known)
+        if len(fresh) == 1:
+            self._expect(tokenizer, call, told)
+        return told
 
-    def _longest(self, name: tuple[int, int], raw: list[bytes]) -> Beginning:
+    def _told_at_once(self, name: tuple[int, int], messages: bytes, tokenizer: Tokenizer) -> Told | None:
+        """Where nothing but the text of the last message is new, and one like it was read before."""
+        begin = messages.find(b"{")
+        at = messages.rfind(messages[begin : begin + _LOOK])  # as the first message begins
+        key = (*name, at, messages[max(at - _TAIL, 0) : at])
+        known = self._known.get(key)
+        if known is None or not known.asked or not messages.startswith(known.prefix):
+            return None
+        last = last_message(messages[at:])
+        asked = None if last is None else known.asked.get(last.role)
+        if last is None or asked is None:
+            return None
+        token_ids = asked.token_ids(last.content, tokenizer, self._encodings)
+        if token_ids is None:
+            return None
+        self._known.move_to_end(key)
+        return Told(token_ids, asked.classes, known)
+
+    def _expect(self, tokenizer: Tokenizer, call: ChatCall, told: Told) -> None:
+        """The beginning of this call may be asked something else again."""
+        known, last = told.beginning, call.messages[-1]
+        behind_first = known.turns == known.count > known.taken
+        if not behind_first or not tokenizer.only_shown or not is_plain(last) or last["role"] in known.asked:
+            return
+        turn = _plain_turn(tokenizer, call, known)
+        asked = None
+        if turn is not None and PromptClass.SPECIAL not in told.classes:
+            asked = last_asked(
+                tokenizer,
+                self._encodings,
+                turn,
+                tokens=known.tokens,
+                chars=known.chars,
+                open_end=known.open_end,
+                classes=told.classes,
+            )
+        known.asked[last["role"]] = asked
+
+    def _longest(self, name: tuple[int, int], begins: list[int], messages: bytes) -> Beginning:
         """The longest known beginning that leaves a message to be read; one of nothing if there is none."""
-        size = sum(map(len, raw))
-        for count in range(len(raw) - 1, 0, -1):
-            size -= len(raw[count])
-            key = (*name, count, size, raw[count - 1][-_TAIL:])
+        for count in range(len(begins) - 1, 0, -1):
+            at = begins[count]
+            key = (*name, at, messages[max(at - _TAIL, 0) : at])
             known = self._known.get(key)
-            if known is not None and known.messages == raw[:count]:
+            if known is not None and messages.startswith(known.prefix):
                 self._known.move_to_end(key)
                 return known
         return Beginning()
@@ -157,8 +229,8 @@ class Conversations:
         return replace(known, tokens=tokens, chars=known.chars + cut, open_end=text[cut:], chains=chains)
 
     def _remember(self, name: tuple[int, int], known: Beginning) -> None:
-        messages = known.messages
-        key = (*name, len(messages), sum(map(len, messages)), messages[-1][-_TAIL:])
+        prefix = known.prefix
+        key = (*name, len(prefix), prefix[-_TAIL:])
         before = self._known.pop(key, None)
         self._bytes += known.size_bytes - (before.size_bytes if before is not None else 0)
         self._known[key] = known
@@ -222,6 +294,28 @@ def _call(frame: ChatCall, known: Beginning, fresh: Sequence[tuple[dict[str, Any
         add_generation_prompt=frame.add_generation_prompt,
         parts=PromptClass.PARTS in known.classes or _any_in_parts(fresh),
     )
+
+
+def _rendered(tokenizer: Tokenizer, call: ChatCall, known: Beginning) -> RenderedTurns | None:
+    """The turns behind a beginning: without the template where it has nothing to add to what it made before."""
+    if known.turns == known.count > known.taken:
+        turns, ending = [], ""
+        for message in call.messages[known.count :]:
+            turn = known.plain.get(message["role"]) if is_plain(message) else None
+            if turn is None:
+                break
+            turns.append(turn.shown(message["content"]))
+            ending = turn.ending
+        else:
+            return RenderedTurns(known.opening, turns, ending)
+    return tokenizer.render_turns(call, known.turns)
+
+
+def _plain_turn(tokenizer: Tokenizer, call: ChatCall, known: Beginning) -> PlainTurn | None:
+    role = call.messages[-1]["role"]
+    if role not in known.plain:
+        known.plain[role] = plain_turn(tokenizer, call)
+    return known.plain[role]
 
 
 def _said(fresh: Sequence[tuple[dict[str, Any], bool]], special_in: Callable[[str], object]) -> frozenset[PromptClass]:

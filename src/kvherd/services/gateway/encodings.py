@@ -68,6 +68,14 @@ class EncodingCache:
             return None
         return self._joined(tokenizer, segments, {segment: tokenizer.encode(segment) for segment in fresh})
 
+    def encode_segment(self, tokenizer: Tokenizer, segment: str) -> list[int] | None:
+        """The same for a text that has no special token but, perhaps, at its beginning."""
+        if len(segment) > LONG_BYTES:
+            return None
+        found = self._recall(tokenizer, segment, {})
+        self._shrink()
+        return found
+
     def _fresh(self, tokenizer: Tokenizer, segments: Sequence[str]) -> list[str]:
         """Those that are not known, each once."""
         me, known = id(tokenizer), self._known

@@ -127,7 +127,12 @@ class Followers:
 
     def knowledge(self, worker: WorkerId) -> KvKnowledge:
         """The same, as routing puts it."""
-        match self.state(worker):
+        follower = self._followers.get(worker)
+        if follower is None:
+            return KvKnowledge.UNTOLD
+        if follower.live:  # nearly always, and asked for every worker at every request
+            return KvKnowledge.KNOWN
+        match follower.state:
             case FollowState.UNSUPPORTED:
                 return KvKnowledge.UNTOLD
             case FollowState.LIVE:
@@ -143,7 +148,10 @@ class Followers:
     def settling(self, worker: WorkerId) -> bool:
         """Whether its epoch has just begun here: that something happened before it may not be known yet."""
         follower = self._followers.get(worker)
-        return follower is not None and self._clock() - follower.accepted_s < self._options.settle_s
+        if follower is None or follower.settled:
+            return False
+        follower.settled = self._clock() - follower.accepted_s >= self._options.settle_s
+        return not follower.settled
 
     def beyond_device(self, worker: WorkerId) -> bool:
         """Whether it holds anything in another tier than the device's."""
@@ -219,6 +227,8 @@ class _Follower:
         self.reason = ""
         self.lag = Lag()
         self.accepted_s = -math.inf
+        self.settled = False
+        """It is known to be long enough since `accepted_s`."""
         self.watches: dict[int, Watch] = {}
         self._feed = feed
         self._options = options
@@ -239,6 +249,11 @@ class _Follower:
         if self._broken_s is not None and self._clock() - self._broken_s >= self._options.grace_s:
             return FollowState.QUARANTINED
         return self._state
+
+    @property
+    def live(self) -> bool:
+        """Its stream is there, and what is known is believed."""
+        return self._state is FollowState.LIVE and self._broken_s is None
 
     @property
     def broken(self) -> bool:
@@ -316,7 +331,7 @@ class _Follower:
             if not isinstance(first, Subscribed):
                 raise TypeError("a feed yields Subscribed first")
             if first.epoch != following.epoch:
-                self.accepted_s = self._clock()
+                self.accepted_s, self.settled = self._clock(), False
             following.accepted(first.epoch)
             self._settle()
             async for item in items:

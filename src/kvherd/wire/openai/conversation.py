@@ -26,6 +26,16 @@ def split_messages(messages: bytes) -> list[bytes]:
     return list(map(bytes, found)) if len(found) <= MOST_MESSAGES else []
 
 
+def message_starts(raw: Sequence[bytes], messages: bytes) -> list[int]:
+    """Where each of them begins in `messages`, of which they were split: only commas and white space are between."""
+    starts, end = [], 0
+    for one in raw:
+        at = messages.find(one, end)
+        starts.append(at)
+        end = at + len(one)
+    return starts
+
+
 def around_messages(body: bytes, messages: bytes) -> tuple[bytes, bytes] | None:
     """What stands before and behind `messages`, which are in this body; None if they are not easily found.
 
