@@ -33,16 +33,19 @@ class WrongAnswer:
     at_s: float
 
 
-@dataclass(frozen=True, slots=True)
 class Claim:
     """That so many tokens of one prompt are cached where it was sent, in blocks of `block_size`.
 
-    `exact` False: at least so many. The worker may hold blocks nobody told of, or its ranks hold different ones.
+    `exact` False: at least so many. The worker may hold blocks nobody told of, or its ranks hold different ones. No
+    dataclass, as one is made for every request.
     """
 
-    tokens: int
-    block_size: int
-    exact: bool = True
+    __slots__ = ("block_size", "exact", "tokens")
+
+    def __init__(self, tokens: int, block_size: int, exact: bool = True) -> None:
+        self.tokens = tokens
+        self.block_size = block_size
+        self.exact = exact
 
     def in_blocks(self, reported: int) -> int:
         """An engine of small pages reports more finely than its blocks are credited."""

@@ -8,7 +8,6 @@ in the index rebuilt.
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Final, Protocol
 
 from kvherd.core.fleet.roster import Member
@@ -40,16 +39,19 @@ class Entries(Protocol):
         ...
 
 
-@dataclass(slots=True)
 class Trial:
-    """One claim, from the moment that its request was sent until its answer ended."""
+    """One claim, from the moment that its request was sent until its answer ended. `serial`: how many requests had been
+    sent to the worker by then. No dataclass, as one is made for every request.
+    """
 
-    claim: Claim
-    watch: Watch
-    watched: bool
-    prompt_tokens: int
-    serial: int
-    """How many requests had been sent to the worker by then."""
+    __slots__ = ("claim", "prompt_tokens", "serial", "watch", "watched")
+
+    def __init__(self, claim: Claim, watch: Watch, *, watched: bool, prompt_tokens: int, serial: int) -> None:
+        self.claim = claim
+        self.watch = watch
+        self.watched = watched
+        self.prompt_tokens = prompt_tokens
+        self.serial = serial
 
 
 class Audit:
@@ -71,7 +73,7 @@ class Audit:
         # What is undecided from the start need not be watched: under load that is nearly everything.
         watch = Watch(0.0, disturbed) if disturbed else self._entries.watch(member.worker)
         claim = Claim(match.tokens, member.index_block_size, match.exact)
-        return Trial(claim, watch, not disturbed, prompt_tokens, member.requests_total)
+        return Trial(claim, watch, watched=not disturbed, prompt_tokens=prompt_tokens, serial=member.requests_total)
 
     def end(self, member: Member, trial: Trial) -> None:
         """The answer ended, however: call before `Member.end`."""

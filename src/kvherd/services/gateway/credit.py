@@ -31,15 +31,20 @@ class Naming(NamedTuple):
     bigrams: bool
 
 
-class Match(NamedTuple):
+class Match:
     """`exact` False: at least so many tokens are held there, and there may be more. `whole`: all of the prompt that can
-    be cached is.
+    be cached is. No dataclass, as one is made for every worker at every request.
     """
 
-    tokens: int = 0
-    kv: KvKnowledge = KvKnowledge.UNTOLD
-    exact: bool = True
-    whole: bool = False
+    __slots__ = ("exact", "kv", "tokens", "whole")
+
+    def __init__(
+        self, tokens: int = 0, kv: KvKnowledge = KvKnowledge.UNTOLD, *, exact: bool = True, whole: bool = False
+    ) -> None:
+        self.tokens = tokens
+        self.kv = kv
+        self.exact = exact
+        self.whole = whole
 
 
 NO_MATCH = Match()
@@ -128,8 +133,8 @@ class Credit:
         return Match(
             max(0, min(held, cacheable)) * size,
             KvKnowledge.KNOWN,
-            least == most and not self._incomplete(worker),
-            held >= cacheable,
+            exact=least == most and not self._incomplete(worker),
+            whole=held >= cacheable,
         )
 
     def _known(self, prompt: Prompt, member: Member) -> KvKnowledge:
@@ -170,6 +175,9 @@ def _held(ranks: dict[Rank, int] | None, member: Member, rank: Rank | None) -> t
     if rank is not None:
         blocks = ranks.get(rank, 0)
         return blocks, blocks
+    if len(ranks) == 1:
+        for blocks in ranks.values():
+            return blocks if member.ranks <= 1 else 0, blocks
     counts = ranks.values()
     return min(counts) if len(ranks) >= member.ranks else 0, max(counts)
 
