@@ -103,6 +103,11 @@ _Key: TypeAlias = tuple[int, int, int, bytes]
 """Tokenizer, frame, bytes before the next message, the last of them: whoever has the same is compared in full."""
 
 
+def _key(name: tuple[int, int], at: int, messages: bytes) -> _Key:
+    begin = at - _TAIL if at > _TAIL else 0
+    return (*name, at, messages[begin:at])
+
+
 class Conversations:
     """Remembers beginnings, the latest used, `limit_bytes` of them altogether. One hasher names their blocks."""
 
@@ -173,7 +178,7 @@ class Conversations:
         """Where nothing but the text of the last message is new, and one like it was read before."""
         begin = messages.find(b"{")
         at = messages.rfind(messages[begin : begin + _LOOK])  # as the first message begins
-        key = (*name, at, messages[max(at - _TAIL, 0) : at])
+        key = _key(name, at, messages)
         known = self._known.get(key)
         if known is None or not known.asked or not messages.startswith(known.prefix):
             return None
@@ -211,7 +216,7 @@ class Conversations:
         """The longest known beginning that leaves a message to be read; one of nothing if there is none."""
         for count in range(len(begins) - 1, 0, -1):
             at = begins[count]
-            key = (*name, at, messages[max(at - _TAIL, 0) : at])
+            key = _key(name, at, messages)
             known = self._known.get(key)
             if known is not None and messages.startswith(known.prefix):
                 self._known.move_to_end(key)
@@ -229,8 +234,7 @@ class Conversations:
         return replace(known, tokens=tokens, chars=known.chars + cut, open_end=text[cut:], chains=chains)
 
     def _remember(self, name: tuple[int, int], known: Beginning) -> None:
-        prefix = known.prefix
-        key = (*name, len(prefix), prefix[-_TAIL:])
+        key = _key(name, len(known.prefix), known.prefix)
         before = self._known.pop(key, None)
         self._bytes += known.size_bytes - (before.size_bytes if before is not None else 0)
         self._known[key] = known
