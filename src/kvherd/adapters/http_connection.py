@@ -42,10 +42,6 @@ class Sink(Protocol):
 Over = Callable[[Exception | None], None]
 
 
-def _nobody_waits(_outcome: Exception | None) -> None:
-    return
-
-
 class UpstreamUnreachable(Exception):
     """No connection could be made."""
 
@@ -125,7 +121,7 @@ class UpstreamConnection:
         self._owner = owner
         self._parser = httptools.HttpResponseParser(self)
         self._sink: Sink | None = None
-        self._over: Over = _nobody_waits
+        self._over: Over | None = None
         self._outcome: bool | Exception = False
         self._headers: list[tuple[bytes, bytes]] = []
         self._begun = self._between = self._used = self._in_body = self._framed = self._interim = False
@@ -158,22 +154,24 @@ class UpstreamConnection:
     def cancel(self) -> None:
         """End the connection, which is how an engine learns that nobody waits any more; `over` is not called."""
         self._sink = None
-        self._over = _nobody_waits
+        self._over = None
         self.reusable = False
         self.transport.abort()
 
     def _end(self) -> None:
         """Tell what became of the exchange. The last step of whatever ends one: another may begin within it."""
         outcome, over = self._outcome, self._over
+        error = None if outcome is True or outcome is False else outcome
         self._sink = None
-        self._over = _nobody_waits
+        self._over = None
         self._used = True
-        if isinstance(outcome, Exception):
+        if error is not None:
             self.transport.abort()
         elif self._waits:
             self._settled()
         self._owner.free(self)
-        over(outcome if isinstance(outcome, Exception) else None)
+        if over is not None:
+            over(error)
 
     # --- called by the event loop ---------------------------------------------------------------------------
 

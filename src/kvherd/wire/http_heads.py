@@ -63,7 +63,7 @@ class Block:
     `noted` belongs to whoever looks at all of them, for what it found.
     """
 
-    __slots__ = ("_first", "_left_out", "_lines", "_lines_left", "_shorter", "headers", "noted")
+    __slots__ = ("_first", "_left_out", "_lines", "_lines_left", "_names_left_in", "_shorter", "headers", "noted")
 
     def __init__(self, headers: Iterable[Header]) -> None:
         self.headers = tuple(headers)
@@ -71,6 +71,7 @@ class Block:
         self._first = dict(reversed(self.headers))
         self._left_out: frozenset[bytes] | None = None
         self._lines_left = b""
+        self._names_left_in = False
         self._lines: dict[frozenset[bytes], bytes] = {}
         self._shorter: dict[bytes, Block] = {}
 
@@ -79,13 +80,18 @@ class Block:
 
     def lines(self, left_out: frozenset[bytes]) -> bytes:
         """As they are sent, but those of these names."""
-        if left_out is self._left_out:  # nearly always the same are left out
-            return self._lines_left
-        lines = self._lines.get(left_out)
-        if lines is None:
-            lines = self._lines[left_out] = _written(self.headers, left_out)
-        self._left_out, self._lines_left = left_out, lines
-        return lines
+        if left_out is not self._left_out:  # nearly always the same are left out
+            lines = self._lines.get(left_out)
+            if lines is None:
+                lines = self._lines[left_out] = _written(self.headers, left_out)
+            self._left_out, self._lines_left = left_out, lines
+            self._names_left_in = _LENGTH_NAME in left_out and _NAMING.isdisjoint(left_out)
+        return self._lines_left
+
+    def naming_is_left_in(self, left_out: frozenset[bytes]) -> bool:
+        """But for a Content-Length, which is left out: so that what `KnownHeaders` have `written` may be used."""
+        self.lines(left_out)
+        return self._names_left_in
 
     def without(self, name: bytes) -> "Block":
         shorter = self._shorter.get(name)
@@ -176,10 +182,10 @@ def with_more(headers: Sequence[Header], more: Iterable[Header]) -> Sequence[Hea
 def lines(headers: Iterable[Header], left_out: frozenset[bytes]) -> bytes:
     """Headers as they are sent, but those of these names."""
     if type(headers) is KnownHeaders:
-        written = headers.written
-        if written is None or _LENGTH_NAME not in left_out or not _NAMING.isdisjoint(left_out):
+        block, written = headers.block, headers.written
+        if written is None or not block.naming_is_left_in(left_out):
             written = _written(headers.own, left_out)
-        return headers.block.lines(left_out) + written
+        return block.lines(left_out) + written
     return _written(headers, left_out)
 
 

@@ -104,10 +104,8 @@ class Keyring:
     def __init__(self) -> None:
         self._by_digest: dict[bytes, Account] = {}
         self._weights: dict[str, float] = {}
-
-    @property
-    def open(self) -> bool:
-        return not self._by_digest
+        self.open = True
+        """There is no key."""
 
     @property
     def accounts(self) -> list[Account]:
@@ -123,6 +121,7 @@ class Keyring:
             account = known.get(key.name) or Account(key.name, key.limits)
             account.limits = key.limits
             self._by_digest[key.digest] = account
+        self.open = not self._by_digest
 
     def weight(self, name: str) -> float:
         """Of a key, by its name; that of one which is valid no longer is 1."""

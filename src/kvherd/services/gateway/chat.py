@@ -35,7 +35,7 @@ from kvherd.services.gateway.encodings import EncodingCache
 from kvherd.services.gateway.fleet import Fleet
 from kvherd.services.gateway.heal import FullReports, Incomplete
 from kvherd.services.gateway.late_binding import LateBinding
-from kvherd.services.gateway.launching import Launched
+from kvherd.services.gateway.launching import Launched, Path
 from kvherd.services.gateway.long_bodies import LongBodies
 from kvherd.services.gateway.metrics import GatewayMetrics
 from kvherd.services.gateway.patience import TIMEOUT, GivesUp, Patience, Wait, seconds_told
@@ -71,7 +71,7 @@ class PathConfig:
     heal: HealMode = HealMode.REPORT
 
 
-class DataPath:
+class DataPath(Path):
     """Answers the requests of the data path; the relay's `DataHandler` and `Launch`."""
 
     def __init__(
@@ -147,7 +147,7 @@ class DataPath:
         if self._late is not None and choice.explanation and self._late.must_wait(turn, choice.explanation):
             return None
         self._begin(turn)
-        return Launched(self, turn, landed).launch(choice)
+        return Launched(self, turn, landed).launch(choice, now_s)
 
     def _read(self, incoming: DataRequest, responder: Responder, keeper: WorkerId | None) -> Turn:
         """What routing needs of a request, but for its prompt's tokens. Raises a `CallerError` or `NoWorker`."""
@@ -215,7 +215,7 @@ class DataPath:
                 if self._late is not None and choice.explanation and self._late.must_wait(turn, choice.explanation):
                     await self._late.wait(turn, choice.explanation)
                     choice = self._chooser.choose(turn, self._clock.time())
-                worker, call, responder = self.begin_try(turn, choice)
+                worker, call, responder = self.begin_try(turn, choice, self.now_s())
                 answer = worker.forward(call, responder)
             try:
                 await self._forward(turn, answer)
@@ -225,15 +225,18 @@ class DataPath:
                     continue
             return
 
-    def begin_try(self, turn: Turn, choice: Choice) -> tuple[Worker, Call, Responder]:
+    def begin_try(self, turn: Turn, choice: Choice, now_s: float) -> tuple[Worker, Call, Responder]:
         """Begin one try at one worker; `Tries.end` must follow. Raises a `KvherdError` if none may be made."""
         if choice.member is None:
             raise self._chooser.nobody(turn, choice)
         if turn.last_error is not None:
             self._admit_retry(turn, turn.last_error)
         self._chooser.name(turn, choice.member, choice)
-        call, responder = self.tries.begin(turn, choice.member, self._clock.time())
+        call, responder = self.tries.begin(turn, choice.member, now_s)
         return self._fleet.worker(choice.member.worker), call, responder
+
+    def end_try(self, turn: Turn, error: BaseException | None, now_s: float) -> None:
+        self.tries.end(turn, error, now_s)
 
     def wait(self, turn: Turn, who: GivesUp) -> Wait:
         """For the answer to begin, from when it was sent."""
@@ -363,7 +366,8 @@ _HEEDED: Final = (EXPLAIN, TIMEOUT, RANK_HEADER)
 
 def _heed(turn: Turn, said: Sequence[Header]) -> None:
     """What the headers say to the gateway itself. Raises `FieldInvalid`."""
-    rank = turn.asked.rank
+    asked = turn.asked
+    rank = asked.routed_dp_rank if asked.data_parallel_rank is None else asked.data_parallel_rank
     if type(said) is KnownHeaders and said.written is not None:  # what is its own are a length, a name and a trace
         block = said.block
         if block.noted is None and all(block.first(name) is None for name in _HEEDED):

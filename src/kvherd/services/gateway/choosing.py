@@ -1,7 +1,6 @@
 """Who is to serve a request: what each worker may hold of it, what it would cost there, whose turn it is."""
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache
 from typing import Final
 
 from kvherd.core.errors import (
@@ -23,6 +22,9 @@ from kvherd.wire.fleet_json import explanation_header
 
 RANKED_PATHS: Final = frozenset({"/v1/chat/completions", "/v1/completions", "/generate"})
 """Of which engines can be told the rank that is to serve them."""
+
+
+_MOST_SAID: Final = 1024
 
 
 class Choice:
@@ -50,6 +52,7 @@ class Chooser:
         self._in_turn = policy.in_turn
         self._credit = credit
         self._dice = dice
+        self._said: dict[WorkerId, tuple[tuple[bytes, bytes], ...]] = {}
 
     def choose(self, turn: Turn, now_s: float) -> Choice:
         if self._in_turn is not None and not turn.explain:
@@ -61,7 +64,7 @@ class Chooser:
     def name(self, turn: Turn, member: Member, choice: Choice) -> None:
         """Note who serves it, and say so in the answer's headers, with what is expected to be cached there."""
         turn.member, turn.rank, turn.match = member, choice.rank, choice.match
-        turn.headers = _served_by(member.worker)
+        turn.headers = self._served_by(member.worker)
         if choice.explanation is None:
             return
         headers = [*turn.headers]
@@ -73,6 +76,15 @@ class Chooser:
             turn.explanation = explanation_header(choice.explanation, turn.held_s).encode("latin-1")
             headers.append((b"x-kvherd-explain", turn.explanation))
         turn.headers = headers
+
+    def _served_by(self, worker: WorkerId) -> tuple[tuple[bytes, bytes], ...]:
+        """Always the same one, by which what is written for it is known again."""
+        said = self._said.get(worker)
+        if said is None:
+            if len(self._said) >= _MOST_SAID:
+                self._said.clear()
+            said = self._said[worker] = ((b"x-kvherd-worker", worker.encode("latin-1")),)
+        return said
 
     def nobody(self, turn: Turn, choice: Choice) -> KvherdError:
         """Why nobody serves it: a worker's own refusal if one was asked, else what rules each of them out."""
@@ -126,8 +138,3 @@ def _targets(turn: Turn, member: Member) -> Sequence[Rank | None]:
     if turn.wanted_rank is None:
         return member.targets
     return (turn.wanted_rank,) if turn.wanted_rank in member.targets else (None,)
-
-
-@lru_cache(maxsize=1024)
-def _served_by(worker: WorkerId) -> tuple[tuple[bytes, bytes], ...]:
-    return ((b"x-kvherd-worker", worker.encode("latin-1")),)

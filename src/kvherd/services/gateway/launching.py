@@ -6,28 +6,42 @@ that is not there yet.
 
 import asyncio
 from collections.abc import Awaitable, Coroutine
-from typing import Any, Protocol
+from typing import Any
 
 from kvherd.core.errors import KvherdError, WorkerError
 from kvherd.ports.worker import Call, Flight, Landed, Responder, Worker
 from kvherd.services.gateway.choosing import Choice
 from kvherd.services.gateway.passage import hand_over
 from kvherd.services.gateway.patience import GivesUp, Wait
-from kvherd.services.gateway.tries import Tries
 from kvherd.services.gateway.turn import Turn
 
 
-class Path(Protocol):
-    """The steps of the data path, see there."""
+class Path:
+    """The steps of the data path, see there. A class and no protocol, so that these are compiled to calls.
 
-    tries: Tries
+    It has no attributes: compiled, one that is declared here and set by who extends it stays unset here.
+    """
 
-    def begin_try(self, turn: Turn, choice: Choice) -> tuple[Worker, Call, Responder]: ...
-    def may_try_again(self, turn: Turn, error: WorkerError) -> bool: ...
-    def wait(self, turn: Turn, who: GivesUp) -> Wait: ...
-    def close(self, turn: Turn, error: BaseException | None, now_s: float) -> None: ...
-    def now_s(self) -> float: ...
-    async def finish(self, turn: Turn, answer: Awaitable[None] | None = None) -> None: ...
+    def begin_try(self, turn: Turn, choice: Choice, now_s: float) -> tuple[Worker, Call, Responder]:
+        raise NotImplementedError
+
+    def end_try(self, turn: Turn, error: BaseException | None, now_s: float) -> None:
+        raise NotImplementedError
+
+    def may_try_again(self, turn: Turn, error: WorkerError) -> bool:
+        raise NotImplementedError
+
+    def wait(self, turn: Turn, who: GivesUp) -> Wait:
+        raise NotImplementedError
+
+    def close(self, turn: Turn, error: BaseException | None, now_s: float) -> None:
+        raise NotImplementedError
+
+    def now_s(self) -> float:
+        raise NotImplementedError
+
+    async def finish(self, turn: Turn, answer: Awaitable[None] | None = None) -> None:
+        raise NotImplementedError
 
 
 class Launched:
@@ -43,11 +57,11 @@ class Launched:
         self._wait: Wait | None = None
         self._starting: tuple[asyncio.Handle, Coroutine[Any, Any, None]] | None = None
 
-    def launch(self, choice: Choice) -> Flight:
+    def launch(self, choice: Choice, now_s: float) -> Flight:
         """Raises a `KvherdError` if nobody serves it."""
         path, turn = self._path, self._turn
         try:
-            worker, call, responder = path.begin_try(turn, choice)
+            worker, call, responder = path.begin_try(turn, choice, now_s)
         except KvherdError as error:
             path.close(turn, error, path.now_s())
             raise
@@ -55,7 +69,7 @@ class Launched:
             self._flight = worker.launch(call, responder, self.landed)
         except BaseException as error:
             now_s = path.now_s()
-            path.tries.end(turn, error, now_s)
+            path.end_try(turn, error, now_s)
             path.close(turn, error, now_s)
             raise
         if self._flight is not None:
@@ -107,7 +121,7 @@ class Launched:
         """Await the rest of this try in a task."""
 
         def abandoned() -> None:
-            self._path.tries.end(self._turn, asyncio.CancelledError(), self._path.now_s())
+            self._path.end_try(self._turn, asyncio.CancelledError(), self._path.now_s())
             self._abandoned()
 
         hand_over(self._landed, self._path.finish(self._turn, answer), abandoned, within=answer)
@@ -118,7 +132,7 @@ class Launched:
             self._wait.over()
             self._wait = None  # it refers back to this object
         now_s = self._path.now_s()
-        self._path.tries.end(self._turn, error, now_s)
+        self._path.end_try(self._turn, error, now_s)
         return now_s
 
     def _abandoned(self) -> None:

@@ -68,7 +68,7 @@ class Turn:
         self.incoming = incoming
         self.request = request
         self.asked = asked
-        self.streams = asked.streams
+        self.streams = asked.stream is True
         self.model = model
         self.prompt = prompt
         self.witness = witness

@@ -46,7 +46,10 @@ class Witness(Around):
 
     def start(self, status: int, headers: Sequence[tuple[bytes, bytes]]) -> None:
         self.status = status
-        self._inner.start(status, headers)
+        if self._relayed is not None:
+            self._relayed.start(status, headers)
+        else:
+            self._inner.start(status, headers)
         if self.wait is not None:
             self.wait.started()
 
@@ -64,7 +67,10 @@ class Witness(Around):
 
     def end(self) -> None:
         self.over = True
-        self._inner.end()
+        if self._relayed is not None:
+            self._relayed.end()
+        else:
+            self._inner.end()
 
     def fail(self, reason: str) -> None:
         self.over = True

@@ -20,7 +20,9 @@ from kvherd.services.gateway.relay.identity import forwarded, identified_anew, i
 from kvherd.services.gateway.relay.incoming import Incoming, Refusal, Stage, Usual
 from kvherd.wire.http_heads import Block, KnownHead, KnownHeaders
 
-_IDLE, _HEAD, _BODY = Stage.IDLE, Stage.HEAD, Stage.BODY
+_IDLE: Final = Stage.IDLE
+_HEAD: Final = Stage.HEAD
+_BODY: Final = Stage.BODY
 
 
 class _Refused(Exception):
