@@ -50,6 +50,12 @@ def test_one_that_expires_soon_is_a_warning(tmp_path: Path, caplog: pytest.LogCa
     assert any("expires in 1.5 days" in line for line in caplog.messages)
 
 
+def test_one_that_is_not_valid_yet_is_a_warning_with_its_date(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    early = Authority().issue(tmp_path, "early", starts=DAY, ends=30 * DAY)
+    FileServerTls(TlsFiles(early.certificate, early.key), OPTIONS)
+    assert any("early.pem is refused before 2" in line for line in caplog.messages)
+
+
 def test_what_is_renewed_badly_leaves_what_was(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     authority = Authority()
     ann = authority.issue(tmp_path, "ann")

@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 from kvherd.adapters.addresses import addresses_of
 from kvherd.core.errors import FrameInvalid, OptionInvalid
 from kvherd.ports.tls import Pem
-from kvherd.wire.certificate import expires_at
+from kvherd.wire.certificate import expires_at, starts_at
 
 log = logging.getLogger(__name__)
 
@@ -112,12 +112,14 @@ class _Files:
     def _expiry(self, pem: bytes, option: str | None = None, path: Path | None = None) -> datetime:
         option, path = option or self._options.certificate, path or self.files.certificate
         try:
-            expires = datetime.fromisoformat(expires_at(pem))
+            starts, expires = map(datetime.fromisoformat, (starts_at(pem), expires_at(pem)))
         except (FrameInvalid, ValueError) as error:
             raise OptionInvalid(option, f"{path} is no certificate: {error}") from None
         left_s = expires.timestamp() - time.time()
         if left_s <= 0:
             raise OptionInvalid(option, f"the certificate {path} expired on {expires:%Y-%m-%d at %H:%M} UTC; renew it")
+        if starts.timestamp() > time.time():
+            log.warning("the certificate %s is refused before %s UTC", path, f"{starts:%Y-%m-%d at %H:%M}")
         if left_s < _WARNS_S:
             log.warning("the certificate %s expires in %.1f days", path, left_s / DAY_S)
         return expires

@@ -1,4 +1,4 @@
-"""When a certificate expires: the one thing of it that Python tells of no certificate but a connected peer's."""
+"""From when to when a certificate is valid: what Python tells of no certificate but a connected peer's."""
 
 import base64
 import binascii
@@ -16,16 +16,25 @@ _FIELDS_BEFORE_VALIDITY: Final = 3  # serial number, algorithm, issuer
 
 def expires_at(pem: bytes) -> str:
     """Of the first certificate, which is the holder's own, as `2026-11-21T11:00:00+00:00`. Raises `FrameInvalid`."""
+    return _validity(pem)[1]
+
+
+def starts_at(pem: bytes) -> str:
+    """As `expires_at`."""
+    return _validity(pem)[0]
+
+
+def _validity(pem: bytes) -> tuple[str, str]:
     found = _PEM.search(pem)
     if found is None:
         raise FrameInvalid("PEM", "it holds no certificate")
     try:
-        return _not_after(base64.b64decode(found[1]))
+        return _read(base64.b64decode(found[1]))
     except (binascii.Error, IndexError, ValueError) as error:
         raise FrameInvalid("X.509", str(error) or "it ends too early") from None
 
 
-def _not_after(der: bytes) -> str:
+def _read(der: bytes) -> tuple[str, str]:
     _, certificate, _ = _element(der, _SEQUENCE)
     _, told, _ = _element(certificate, _SEQUENCE)
     if told[0] == _VERSION:
@@ -33,8 +42,12 @@ def _not_after(der: bytes) -> str:
     for _ in range(_FIELDS_BEFORE_VALIDITY):
         _, _, told = _element(told)
     _, validity, _ = _element(told, _SEQUENCE)
-    _, _, rest = _element(validity)
-    tag, text, _ = _element(rest)
+    first, first_text, rest = _element(validity)
+    last, last_text, _ = _element(rest)
+    return _time(first, first_text), _time(last, last_text)
+
+
+def _time(tag: int, text: bytes) -> str:
     digits = text.decode("ascii").removesuffix("Z")
     if tag == _UTC_TIME:  # two digits of the year, of 1950 to 2049
         digits = ("19" if digits >= "50" else "20") + digits
