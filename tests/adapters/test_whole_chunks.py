@@ -14,6 +14,7 @@ from kvherd.adapters.http_pool import HttpPool
 from kvherd.adapters.http_worker import HttpWorker
 from kvherd.core.ids import RequestId, WorkerId
 from kvherd.ports.completions import Usage
+from kvherd.ports.loop_turn import LoopTurn
 from kvherd.ports.worker import Call, NewsTo
 from kvherd.testing.workers import FakeResponder
 from kvherd.wire.http_chunks import content
@@ -46,6 +47,11 @@ class Transport:
 
     def get_write_buffer_size(self) -> int:
         return 0
+
+
+def at_once() -> LoopTurn:
+    """A turn of nothing but what is read or written in it."""
+    return LoopTurn(lambda callback: callback())
 
 
 class Owner:
@@ -83,7 +89,7 @@ class Told:
 
 def told(*pieces: bytes, sink: Told | None = None) -> Told:
     """What a sink heard of these pieces on a new connection."""
-    connection, sink = UpstreamConnection(Owner()), sink or Told()
+    connection, sink = UpstreamConnection(Owner(), at_once()), sink or Told()
     connection.connection_made(cast("object", Transport()))  # type: ignore[arg-type]
     assert connection.begin(b"", b"", sink, sink.over)
     for piece in pieces:
@@ -143,7 +149,7 @@ def test_a_body_of_a_told_length_is_no_chunks_whatever_it_looks_like() -> None:
 
 def test_an_answer_that_ends_after_a_whole_chunk_is_cut_off() -> None:
     sink = Told()
-    connection = UpstreamConnection(Owner())
+    connection = UpstreamConnection(Owner(), at_once())
     connection.connection_made(cast("object", Transport()))  # type: ignore[arg-type]
     connection.begin(b"", b"", sink, sink.over)
     for piece in (HEAD, chunk(EVENT), chunk(EVENT)):
@@ -192,7 +198,7 @@ def through_worker(*pieces: bytes) -> tuple[Chunks, list[Usage]]:
     """What a client and the gateway hear of an answer in these pieces."""
     pool = HttpPool("h", 1)
     worker = HttpWorker(WorkerId("ann"), "http://h:1", pool=pool)
-    connection = UpstreamConnection(pool)
+    connection = UpstreamConnection(pool, at_once())
     connection.connection_made(cast("object", Transport()))  # type: ignore[arg-type]
     pool._idle.append(connection)
     responder, usages, landed = Chunks(), list[Usage](), list[object]()

@@ -13,6 +13,7 @@ from typing import Final, Protocol, cast
 import httptools
 
 from kvherd.adapters.tls import why_untrusted
+from kvherd.ports.loop_turn import LoopTurn, TurnwiseConnection
 from kvherd.wire.http_chunks import EVENTS_END, STARTS
 from kvherd.wire.http_heads import Block, Header, KnownHead, KnownHeaders
 
@@ -85,7 +86,7 @@ class Owner(Protocol):
         ...
 
 
-class UpstreamConnection:
+class UpstreamConnection(TurnwiseConnection):
     """One connection, one exchange at a time; `reusable` says whether another may follow."""
 
     __deletable__ = ("_parser",)
@@ -112,12 +113,10 @@ class UpstreamConnection:
         "idle_since",
         "lost",
         "reusable",
-        "transport",
     )
 
-    transport: asyncio.Transport
-
-    def __init__(self, owner: "Owner") -> None:
+    def __init__(self, owner: "Owner", turn: LoopTurn) -> None:
+        super().__init__(turn)
         self._owner = owner
         self._parser = httptools.HttpResponseParser(self)
         self._sink: Sink | None = None
@@ -138,7 +137,7 @@ class UpstreamConnection:
         wrong: `UpstreamBroken`, or what the sink raised. False: the connection is closed and nothing was sent.
         """
         transport = self.transport
-        if self.lost or transport.is_closing():
+        if self.lost or transport.is_closing() or self._unread:
             self.reusable = False
             return False
         self._sink = sink
@@ -146,7 +145,7 @@ class UpstreamConnection:
         self._outcome = self._begun = self._between = self._in_body = False
         self._unsettled = self._head_fed = 0
         if len(body) <= _JOIN_BYTES:
-            transport.write(head + body)
+            self.send(head + body)
         else:
             transport.writelines((head, body))
         return True
@@ -156,6 +155,7 @@ class UpstreamConnection:
         self._sink = None
         self._over = None
         self.reusable = False
+        self._unread = self._unsent = b""
         self.transport.abort()
 
     def _end(self) -> None:
@@ -178,7 +178,7 @@ class UpstreamConnection:
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast("asyncio.Transport", transport)  # uvloop's is none by class
 
-    def data_received(self, data: bytes) -> None:
+    def take(self, data: bytes) -> None:
         if self._sink is None:  # an answer that nobody asked for must not become the next request's
             self.reusable = False
             self.transport.abort()
@@ -314,16 +314,17 @@ class UpstreamConnection:
         return False
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self.lost = True
         self.reusable = False
+        self.handle()
+        self.lost = True
         if self._sink is not None:
             if self._in_body and not self._framed and exc is None:
                 self._finish(True)
             else:
                 when = "in the middle of its answer" if self._begun else "before it answered"
                 why = f" ({why_untrusted(exc) if isinstance(exc, OSError) else exc})" if exc is not None else ""
-                stale = self._used and not self._begun
-                self._finish(UpstreamBroken(f"it closed the connection {when}{why}", stale=stale))
+                stale, unsent = self._used and not self._begun, bool(self._unsent)
+                self._finish(UpstreamBroken(f"it closed the connection {when}{why}", stale=stale, unsent=unsent))
             self._end()
         self._owner.forget(self)
         del self._parser  # it refers back to this object

@@ -12,6 +12,7 @@ from kvherd.adapters.http_url import HttpAddress
 from kvherd.adapters.tls import ClientTls, trusting_this_machine
 from kvherd.core.errors import WorkerFailed, WorkerUnreachable
 from kvherd.core.ids import WorkerId
+from kvherd.ports.loop_turn import LoopTurn
 from kvherd.wire.http_chunks import content
 from kvherd.wire.http_heads import Header
 
@@ -129,7 +130,7 @@ class HttpAsker:
         return sink.answer()
 
 
-def pool_to(address: HttpAddress, tls: ClientTls | None) -> HttpPool:
+def pool_to(address: HttpAddress, tls: ClientTls | None, turn: LoopTurn | None = None) -> HttpPool:
     """Over TLS where the address says so; `tls` None: trusting whom this machine trusts."""
     secured = (tls or trusting_this_machine()) if address.tls else None
-    return HttpPool(address.host, address.port, tls=secured)
+    return HttpPool(address.host, address.port, tls=secured, turn=turn)

@@ -15,6 +15,7 @@ from kvherd.adapters.http_connection import (
     UpstreamUnreachable,
 )
 from kvherd.adapters.tls import ClientTls, connected, why_untrusted
+from kvherd.ports.loop_turn import LoopTurn
 
 _ROUNDS: Final = 4  # each wakes the process up, for each pool
 
@@ -34,6 +35,7 @@ class HttpPool:
         max_connections: int = 1024,
         idle_s: float = 4.0,
         connect_timeout_s: float = 5.0,
+        turn: LoopTurn | None = None,
     ) -> None:
         self._host = host
         self._port = port
@@ -41,6 +43,7 @@ class HttpPool:
         self._max = max_connections
         self._idle_s = idle_s
         self._connect_timeout_s = connect_timeout_s
+        self._turn = turn or LoopTurn()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._idle: deque[UpstreamConnection] = deque()
         self._open: set[UpstreamConnection] = set()
@@ -192,7 +195,7 @@ class HttpPool:
         return made
 
     def _connection(self) -> UpstreamConnection:
-        return UpstreamConnection(self)
+        return UpstreamConnection(self, self._turn)
 
     def _check_open(self) -> None:
         if self._closed:

@@ -17,6 +17,7 @@ from kvherd.adapters.usage_sniffer import TOLD, UsageSniffer
 from kvherd.core.errors import OptionInvalid, WorkerFailed, WorkerRefused, WorkerUnreachable, WorkerUnsupported
 from kvherd.core.fleet.refusals import DescriptorsExhausted
 from kvherd.core.ids import WorkerId
+from kvherd.ports.loop_turn import LoopTurn
 from kvherd.ports.worker import (
     Call,
     Flight,
@@ -69,10 +70,11 @@ class HttpWorker:
         api_key: str | None = None,
         pool: HttpPool | None = None,
         tls: ClientTls | None = None,
+        turn: LoopTurn | None = None,
     ) -> None:
         self._id = worker
         self._address = http_address(base_url)
-        self._pool = pool or pool_to(self._address, tls)
+        self._pool = pool or pool_to(self._address, tls, turn)
         self._asker = HttpAsker(worker, self._address, self._pool, api_key=api_key)
         self._host_line = b"host: %b\r\n" % self._address.authority.encode()
         self._auth_line = b"authorization: Bearer %b\r\n" % api_key.encode() if api_key else b""

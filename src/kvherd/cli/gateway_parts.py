@@ -16,19 +16,25 @@ from kvherd.core.fleet.spec import DIRECT, GRPC
 from kvherd.core.ids import WorkerId
 from kvherd.ports.completions import Tokenizer
 from kvherd.ports.kv_feed import EventSource, KvFeed
+from kvherd.ports.loop_turn import LoopTurn
 from kvherd.ports.worker import Worker
 
 TOKENIZER_DEADLINE_S: Final = 30.0
 
 
 def worker_at(
-    url: str, own_key: str | None, *, engine_api_key: str | None = None, tls: ClientTls | None = None
+    url: str,
+    own_key: str | None,
+    *,
+    engine_api_key: str | None = None,
+    tls: ClientTls | None = None,
+    turn: LoopTurn | None = None,
 ) -> Worker:
     if url.startswith(GRPC):
         from kvherd.adapters.grpc_worker import GrpcWorker
 
         return GrpcWorker(WorkerId(url), tls=tls)
-    return HttpWorker(WorkerId(url), url, api_key=own_key or engine_api_key, tls=tls)
+    return HttpWorker(WorkerId(url), url, api_key=own_key or engine_api_key, tls=tls, turn=turn)
 
 
 def feed_of(source: EventSource, *, tls: ClientTls | None = None) -> KvFeed:

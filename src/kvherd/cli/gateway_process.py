@@ -20,6 +20,7 @@ from kvherd.cli.tls_files import own_tls, worker_tls
 from kvherd.cli.worker_words import worker_spec
 from kvherd.core.errors import OptionInvalid
 from kvherd.core.fleet.host_names import checked_host_name, is_loopback
+from kvherd.ports.loop_turn import LoopTurn
 from kvherd.services.gateway.chat import PathConfig
 from kvherd.services.gateway.fleet_edges import FleetConfig
 from kvherd.services.gateway.gateway import Gateway, GatewayConfig
@@ -44,15 +45,17 @@ def serve(encoded: bytes) -> None:
     require_free(config.host, [config.port], option="--port")
     require_free(config.host, [config.grpc_port], option="--grpc-port")
     access = AccessFile(options.access_log) if options.access_log else None
+    turn = LoopTurn()
     gateway = Gateway(
         config,
-        worker_factory=partial(gateway_parts.worker_at, engine_api_key=options.engine_key, tls=to_workers),
+        worker_factory=partial(gateway_parts.worker_at, engine_api_key=options.engine_key, tls=to_workers, turn=turn),
         feed_factory=partial(gateway_parts.feed_of, tls=to_workers),
         tokenizer_factory=partial(gateway_parts.tokenizer_from, tls=to_workers),
         prepare=gateway_parts.prepare,
         tls=tls,
         worker_tls=to_workers,
         write_access=access.write if access else None,
+        turn=turn,
     )
     prepare_process()
     scheme = "https" if tls else "http"

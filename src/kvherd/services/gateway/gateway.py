@@ -18,6 +18,7 @@ from kvherd.core.kv.hashing import PrefixHasher
 from kvherd.core.kv.index import PrefixIndex
 from kvherd.core.routing.late import LateBounds
 from kvherd.core.routing.policy import Weights, make_policy
+from kvherd.ports.loop_turn import LoopTurn
 from kvherd.ports.tls import ServerTls, WorkerTls
 from kvherd.services.gateway.access import AccessLog, Write
 from kvherd.services.gateway.admin import build_app, judge_of
@@ -90,6 +91,7 @@ class Gateway:
         tls: ServerTls | None = None,
         worker_tls: WorkerTls | None = None,
         write_access: Write | None = None,
+        turn: LoopTurn | None = None,
     ) -> None:
         self._config = config
         self._names = HostNames(config.host, config.host_names)
@@ -103,6 +105,7 @@ class Gateway:
         self._tls = tls
         self._worker_tls = worker_tls
         self._write_access = write_access
+        self._turn = turn
 
     @property
     def host(self) -> str:
@@ -217,6 +220,7 @@ class Gateway:
             limits=config.limits,
             tls=self._tls.context if self._tls else None,
             tls_refused=metrics.tls_refused,
+            turn=self._turn,
         )
         self._relay = await stack.enter_async_context(relay)
         metrics.watch_process(lambda: len(asyncio.all_tasks()), lambda: relay.connections)

@@ -9,19 +9,19 @@ that only sends cannot fill the memory.
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Coroutine
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final, cast
 
 from kvherd.core.errors import CallerTooSlow, GatewayFull, GatewayStopping, KvherdError
 from kvherd.core.ids import RequestId
+from kvherd.ports.loop_turn import TurnwiseConnection
 from kvherd.ports.worker import Flight
 from kvherd.services.gateway.relay.asgi import answer_with_app
 from kvherd.services.gateway.relay.departure import HalfClosed, let_go
-from kvherd.services.gateway.relay.edge import AsgiApp, DataHandler, DataRequest, Judge, Launch, RelayLimits
+from kvherd.services.gateway.relay.edge import DataRequest, RelayLimits
 from kvherd.services.gateway.relay.identity import address_of
 from kvherd.services.gateway.relay.incoming import Incoming, Refusal, Stage
-from kvherd.services.gateway.relay.outbox import Outbox
+from kvherd.services.gateway.relay.premises import Premises
 from kvherd.services.gateway.relay.requests import RequestParser
 from kvherd.services.gateway.relay.responder import CONTINUE, ConnectionResponder
 
@@ -33,27 +33,7 @@ class AnswerUnfinished(Exception):
     """A handler returned without ending its answer: a defect of that handler."""
 
 
-@dataclass(slots=True)
-class Premises:
-    """What the connections of one server share. `now_s` is a clock that moves only with the server's tick: reading
-    the real one for every request would cost more than the precision is worth.
-    """
-
-    handler: DataHandler
-    launch: Launch | None
-    app: AsgiApp
-    limits: RelayLimits
-    group: asyncio.TaskGroup
-    loop: asyncio.AbstractEventLoop
-    outbox: Outbox
-    judge: Judge | None = None
-    connections: "set[Connection]" = field(default_factory=set)
-    deserted: asyncio.Event = field(default_factory=asyncio.Event)
-    now_s: float = 0.0
-    stopping: bool = False
-
-
-class Connection:
+class Connection(TurnwiseConnection):
     """Owned by the server that made it; its task lives in the server's group and ends with the connection."""
 
     __slots__ = (
@@ -78,13 +58,12 @@ class Connection:
         "_stage_since_s",
         "_stalled_since_s",
         "_task",
-        "transport",
     )
 
-    transport: asyncio.Transport
     _parser: RequestParser
 
     def __init__(self, premises: Premises, *, secured: bool = False) -> None:
+        super().__init__(premises.turn)
         self._premises = premises
         self._secured = secured
         self._stage = _IDLE
@@ -118,7 +97,7 @@ class Connection:
         if self._parser.ready:
             self._proceed()
 
-    def data_received(self, data: bytes) -> None:
+    def take(self, data: bytes) -> None:
         parser = self._parser
         self._read_s = self._premises.now_s
         parser.feed(data)
@@ -136,6 +115,8 @@ class Connection:
 
     def eof_received(self) -> bool:
         """One that only finished sending gets its answers; one that closed looks the same until it is written to."""
+        self.handle()
+        self.release()
         self._parser.finish()
         waits_for_answers = self._busy or self._parser.ready
         if not waits_for_answers or self._ends_at_s is not None or self._secured:
@@ -146,6 +127,7 @@ class Connection:
         return True
 
     def connection_lost(self, exc: Exception | None) -> None:
+        self._unread = self._unsent = b""
         self._leave()
         premises = self._premises
         premises.connections.discard(self)
@@ -175,7 +157,7 @@ class Connection:
         elif self._stalled_since_s is not None:
             if now_s - self._stalled_since_s > limits.stalled_write_s:
                 self.transport.abort()
-        elif not self._busy and not self._parser.ready:
+        elif not self._busy and not self._parser.ready and not self._unread:
             self._check_reading(now_s, limits)
 
     @property
@@ -191,7 +173,7 @@ class Connection:
         """Take no further request; end now if there is none under way."""
         if self._responder is not None and not self._responder.started:
             self._responder.keep_alive = False
-        if not self._busy and not self._parser.ready and self._ends_at_s is None:
+        if not self._busy and not self._parser.ready and not self._unread and self._ends_at_s is None:
             self._close()
 
     def cut_off(self) -> None:
@@ -209,12 +191,14 @@ class Connection:
 
     async def drain(self) -> None:
         """Wait until the client has taken enough of what was written; returns at once if it has, or has left."""
+        self.release()  # or it would not be known yet that it takes no more
         while self._stalled_since_s is not None and not self._lost:
             waiter = self._premises.loop.create_future()
             self._drainers.append(partial(let_go, waiter))
             await waiter
 
     def when_drained(self, then: Callable[[], None]) -> None:
+        self.release()
         if self._stalled_since_s is None or self._lost:
             then()
         else:
@@ -256,7 +240,7 @@ class Connection:
 
     def _begin(self, incoming: Incoming) -> None:
         premises = self._premises
-        self._responder = responder = ConnectionResponder(self, incoming, premises.outbox)
+        self._responder = responder = ConnectionResponder(self, incoming)
         self._busy = True
         if premises.stopping:
             responder.keep_alive = False
@@ -333,7 +317,8 @@ class Connection:
         """
         nobody = DataRequest("GET", "/", "", [], b"", self._peer, RequestId("unread"))
         unread = Incoming(nobody, keep_alive=False, http10=False, is_data=False)
-        ConnectionResponder(self, unread, self._premises.outbox).refuse(error)
+        ConnectionResponder(self, unread).refuse(error)
+        self.release()
         self._ends_at_s = self._premises.now_s + self._premises.limits.linger_s
         if self.transport.can_write_eof():
             self.transport.write_eof()
@@ -349,7 +334,7 @@ class Connection:
     def _let_client_continue(self) -> None:
         if not self._busy and not self._parser.ready:
             self._parser.wants_continue = False
-            self.transport.write(CONTINUE)
+            self.send(CONTINUE)
 
     def _check_reading(self, now_s: float, limits: RelayLimits) -> None:
         age_s = now_s - self._stage_since_s
@@ -397,4 +382,5 @@ class Connection:
     def _close(self) -> None:
         """Close once what was written has gone out, or by force after a while."""
         self._ends_at_s = self._premises.now_s + self._premises.limits.stalled_write_s
+        self.release()
         self.transport.close()

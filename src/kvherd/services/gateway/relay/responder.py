@@ -12,7 +12,6 @@ import msgspec
 from kvherd.core.errors import WorkerFailed
 from kvherd.core.ids import RequestId, WorkerId
 from kvherd.services.gateway.relay.incoming import Incoming
-from kvherd.services.gateway.relay.outbox import Outbox
 from kvherd.wire.http_chunks import content
 from kvherd.wire.http_heads import Block, Header, KnownHeaders
 from kvherd.wire.openai.errors import error_body, error_object
@@ -22,6 +21,14 @@ class Outlet(Protocol):
     """The connection as an answer sees it."""
 
     transport: asyncio.Transport
+
+    def send(self, data: bytes) -> None:
+        """In order, and soon."""
+        ...
+
+    def release(self) -> None:
+        """Write what was sent and waits."""
+        ...
 
     async def drain(self) -> None: ...
 
@@ -90,11 +97,9 @@ class ConnectionResponder:
     __slots__ = (
         "_chunked",
         "_ended",
-        "_held_chunks",
         "_held_head",
         "_incoming",
         "_left",
-        "_outbox",
         "_outlet",
         "_padding",
         "_silent",
@@ -104,9 +109,8 @@ class ConnectionResponder:
         "started",
     )
 
-    def __init__(self, outlet: Outlet, incoming: Incoming, outbox: Outbox) -> None:
+    def __init__(self, outlet: Outlet, incoming: Incoming) -> None:
         self._outlet = outlet
-        self._outbox = outbox
         self._incoming = incoming
         self.keep_alive = incoming.keep_alive
         self.started = False
@@ -116,7 +120,7 @@ class ConnectionResponder:
         self._sse = False
         self._padding = 0
         self._left = _WITHOUT_LENGTH
-        self._tail = self._held_head = self._held_chunks = b""
+        self._tail = self._held_head = b""
 
     @property
     def request(self) -> RequestId:
@@ -142,14 +146,15 @@ class ConnectionResponder:
         if self._left > 0 and not self._silent:
             self._held_head = head  # a body follows for certain: one write for both saves a system call
         else:
-            self._outlet.transport.write(head)
+            self._outlet.send(head)
 
     def write(self, data: bytes) -> None:
         if self._ended or self._silent or not data:
             return
         if self._chunked:
             self._tail = data
-            self._hold(b"%x\r\n%b\r\n" % (len(data), data))
+            self._padding = 0
+            self._outlet.send(b"%x\r\n%b\r\n" % (len(data), data))
             return
         if self._left != _WITHOUT_LENGTH:
             if len(data) > self._left:  # more than was declared would be read as the next answer
@@ -159,28 +164,15 @@ class ConnectionResponder:
             if self._held_head:
                 data = self._held_head + data
                 self._held_head = b""
-        self._outlet.transport.write(data)
+        self._outlet.send(data)
 
     def write_chunk(self, chunk: bytes) -> None:
         if self._chunked and not self._ended:
             self._tail = b""  # it ends an event
-            self._hold(chunk)
+            self._padding = 0
+            self._outlet.send(chunk)
         else:
             self.write(content(chunk))
-
-    def _hold(self, chunk: bytes) -> None:
-        """Until what came with it has been read."""
-        self._padding = 0
-        if self._held_chunks:
-            self._held_chunks += chunk
-        else:
-            self._held_chunks = chunk
-            self._outbox.add(self)
-
-    def release(self) -> None:
-        held, self._held_chunks = self._held_chunks, b""
-        if held and not self._outlet.transport.is_closing():
-            self._outlet.transport.write(held)
 
     def end(self) -> None:
         if self._ended:
@@ -190,8 +182,7 @@ class ConnectionResponder:
             return
         self._ended = True
         if self._chunked:
-            self._outlet.transport.write(self._held_chunks + b"0\r\n\r\n")
-            self._held_chunks = b""
+            self._outlet.send(b"0\r\n\r\n")
 
     def fail(self, reason: str) -> None:
         self.fail_with(WorkerFailed(WorkerId("the worker"), reason), message=reason)
@@ -290,31 +281,28 @@ class ConnectionResponder:
         """The client is gone: from now on every call does nothing."""
         self._ended = True
         self.keep_alive = False
-        self._held_chunks = b""
 
     def sound(self) -> None:
         """Write what means nothing, to a client of which it is unknown whether it is still there: if it is not, its
         machine answers with a reset. An interim response before the answer, within it a zero before the next chunk's
         size; nothing where neither is possible.
         """
-        if self._ended or self._incoming.http10 or self._held_chunks:
+        if self._ended or self._incoming.http10:
             return
         if not self.started or self._held_head:
-            self._outlet.transport.write(CONTINUE)
+            self._outlet.send(CONTINUE)
         elif self._chunked and self._padding < _MOST_PADDING:
             self._padding += 1
-            self._outlet.transport.write(b"0")
+            self._outlet.send(b"0")
 
     async def drain(self) -> None:
         if not self._ended:
-            self.release()  # or it would not be known yet that the client takes no more
             await self._outlet.drain()
 
     def when_drained(self, then: Callable[[], None]) -> None:
         if self._ended:
             then()
         else:
-            self.release()
             self._outlet.when_drained(then)
 
     def landed(self, outcome: Exception | Coroutine[Any, Any, None] | None) -> None:
@@ -325,7 +313,7 @@ class ConnectionResponder:
         """Close without an end, so that no client takes the part for the whole."""
         self._ended = True
         self.keep_alive = False
-        self.release()
+        self._outlet.release()
         transport = self._outlet.transport
         if self._held_head:
             transport.write(self._held_head)

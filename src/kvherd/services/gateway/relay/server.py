@@ -10,12 +10,13 @@ from dataclasses import replace
 from types import TracebackType
 from typing import Self, cast
 
+from kvherd.ports.loop_turn import LoopTurn
 from kvherd.services.gateway.listening import listen
-from kvherd.services.gateway.relay.connection import Connection, Premises
+from kvherd.services.gateway.relay.connection import Connection
 from kvherd.services.gateway.relay.edge import AsgiApp, DataHandler, Judge, Launch, RelayLimits
 from kvherd.services.gateway.relay.handshake import Handshakes
 from kvherd.services.gateway.relay.memory import make_room
-from kvherd.services.gateway.relay.outbox import Outbox
+from kvherd.services.gateway.relay.premises import Premises
 
 _BACKLOG = 2048
 _FAREWELL_S = 1.0
@@ -57,8 +58,10 @@ class RelayServer:
         tls_refused: Callable[[str], None] = lambda _: None,
         port_option: str = "--port",
         host_option: str = "--host",
+        turn: LoopTurn | None = None,
     ) -> None:
         self._handler = handler
+        self._turn = turn or LoopTurn()
         self._launch = launch
         self._judge = judge
         self._app = app
@@ -95,7 +98,7 @@ class RelayServer:
             self._limits,
             self._group,
             loop,
-            Outbox(loop),
+            self._turn,
             self._judge,
             now_s=loop.time(),
         )
