@@ -35,8 +35,10 @@ class Held(FakeWorker):
     def __init__(self) -> None:
         super().__init__(ANN, facts=WorkerFacts(WorkerKind.OPENAI_HTTP, ("m",)))
         self.go_on = asyncio.Event()
+        self.asked = asyncio.Event()
 
     async def forward(self, call: Call, responder: Responder) -> None:
+        self.asked.set()
         await self.go_on.wait()
         await super().forward(call, responder)
 
@@ -77,9 +79,11 @@ async def test_options_hold_a_request_and_the_file_lets_the_next_go(tmp_path: Pa
             worker.go_on.set()
         await until("/workers", '"prefill_rate_learned":true')
         worker.go_on.clear()
+        worker.asked.clear()
         async with asyncio.TaskGroup() as group:
             answers = [group.create_task(ask("y" * 2_000_000))]  # minutes, at the rate that was seen
-            await until("/metrics", "kvherd_gateway_running_requests 1.0")
+            async with asyncio.timeout(PATIENCE_S):
+                await worker.asked.wait()  # so long a prompt is read in a thread, and others pass it meanwhile
             answers.append(group.create_task(ask("z")))
             await until("/metrics", "kvherd_gateway_held_requests 1.0")
             file.write_text("[late_binding]\nbacklog_s = 0\n")
