@@ -2,6 +2,7 @@
 
 import json
 import os
+import platform
 import shutil
 import signal
 import subprocess
@@ -236,7 +237,7 @@ def sglang_router_command(fleet: Fleet, port: int, _folder: Path) -> list[str]:
 def kvherd_version() -> str:
     from importlib.metadata import version  # noqa: PLC0415
 
-    return version("kvherd")
+    return f"{version('kvherd')} on Python {platform.python_version()}"
 
 
 def interpreted_version() -> str:

@@ -16,7 +16,7 @@ from kvherd.testing.stock_engines import StockEngine, sglang
 from kvherd.testing.stock_herds import StockHerd, Talks, can_predict, is_live, stock_herd
 from kvherd.testing.stock_story import StockStory
 
-pytestmark = [pytest.mark.peers, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.peers, pytest.mark.timeout(1200)]
 
 
 @pytest.fixture(scope="class")
