@@ -315,7 +315,7 @@ class UpstreamConnection(TurnwiseConnection):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.reusable = False
-        self.handle()
+        self.handle()  # an answer may have come in the same turn, before its end
         self.lost = True
         if self._sink is not None:
             if self._in_body and not self._framed and exc is None:

@@ -15,12 +15,12 @@ from kvherd.core.fleet.truth import Claim, Truth
 from kvherd.core.ids import Epoch, RequestId, WorkerId
 from kvherd.core.text.parity import Agreement, Finding, PromptClass
 from kvherd.ports.completions import Tokenizer
-from kvherd.ports.kv_feed import KvFeed
 from kvherd.ports.worker import WorkerFacts, WorkerKind, WorkerLoad
 from kvherd.services.gateway.admin import build_app
 from kvherd.services.gateway.console import Console
 from kvherd.services.gateway.fleet import Fleet
 from kvherd.services.gateway.metrics import GatewayMetrics
+from kvherd.testing.kv_feeds import NoFollowing
 from kvherd.testing.tokenizer import ByteTokenizer
 from kvherd.testing.workers import HOURS, FakeWorker, cannot_flush, refusing_ranks
 from kvherd.wire.audit_json import Audited, audit_report
@@ -28,17 +28,6 @@ from kvherd.wire.fleet_json import KvView
 
 ANN, BOB = WorkerId("grpc://ann:1"), WorkerId("http://bob:1")
 FACTS = WorkerFacts(WorkerKind.SGLANG_GRPC, ("m",), block_size=16, max_context_tokens=2048)
-
-
-class NoFollowing:
-    def add(self, worker: WorkerId, feed: KvFeed, *, model: str) -> None:
-        pass
-
-    def remove(self, worker: WorkerId) -> None:
-        pass
-
-    def returned(self, worker: WorkerId) -> None:
-        pass
 
 
 @asynccontextmanager

@@ -21,6 +21,7 @@ from kvherd.services.gateway.console import Console
 from kvherd.services.gateway.fleet import Fleet
 from kvherd.services.gateway.grpc import GatewayGrpc
 from kvherd.services.gateway.metrics import GatewayMetrics
+from kvherd.testing.kv_feeds import NoFollowing
 from kvherd.testing.raw_http import until
 from kvherd.testing.tokenizer import ByteTokenizer
 from kvherd.testing.workers import FakeWorker, refusing_ranks
@@ -31,17 +32,6 @@ from kvherd.wire.proto import kvherd_gateway_v1_pb2_grpc as pb_grpc
 pytestmark = pytest.mark.net
 
 ANN, BOB = WorkerId("grpc://ann:1"), WorkerId("http://bob:1")
-
-
-class NoFollowing:
-    def add(self, worker: WorkerId, feed: object, *, model: str) -> None:
-        pass
-
-    def remove(self, worker: WorkerId) -> None:
-        pass
-
-    def returned(self, worker: WorkerId) -> None:
-        pass
 
 
 @asynccontextmanager

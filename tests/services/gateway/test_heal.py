@@ -12,28 +12,17 @@ from kvherd.core.fleet.roster import Member
 from kvherd.core.fleet.spec import WorkerSpec
 from kvherd.core.ids import RequestId, WorkerId
 from kvherd.ports.completions import Tokenizer
-from kvherd.ports.kv_feed import KvFeed
 from kvherd.ports.worker import FlushAnswer, WorkerFacts, WorkerKind, WorkerLoad
 from kvherd.services.gateway.fleet import Fleet
 from kvherd.services.gateway.heal import IdleFlushes
 from kvherd.services.gateway.metrics import GatewayMetrics
+from kvherd.testing.kv_feeds import NoFollowing
 from kvherd.testing.tokenizer import ByteTokenizer
 from kvherd.testing.workers import FakeWorker
 
 ANN, BOB = WorkerId("http://ann:1"), WorkerId("http://bob:1")
 BUSY = WorkerLoad(running=0, waiting=1)
 IDLE = WorkerLoad(running=0, waiting=0)
-
-
-class NoFollowing:
-    def add(self, worker: WorkerId, feed: KvFeed, *, model: str) -> None:
-        pass
-
-    def remove(self, worker: WorkerId) -> None:
-        pass
-
-    def returned(self, worker: WorkerId) -> None:
-        pass
 
 
 @dataclass

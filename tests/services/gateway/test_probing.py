@@ -12,29 +12,18 @@ from kvherd.core.errors import WorkerRefused, WorkerUnreachable
 from kvherd.core.fleet.roster import Member
 from kvherd.core.fleet.spec import WorkerSpec
 from kvherd.core.ids import RequestId, WorkerId
-from kvherd.ports.kv_feed import KvFeed
 from kvherd.ports.worker import SGLANG_HEALTH_S, WorkerFacts, WorkerKind
 from kvherd.services.gateway.fleet import Fleet
 from kvherd.services.gateway.fleet_edges import FleetConfig
 from kvherd.services.gateway.probing import probe_deadline_s
 from kvherd.services.gateway.settings import ProbeBounds
+from kvherd.testing.kv_feeds import NoFollowing
 from kvherd.testing.tokenizer import ByteTokenizer
 from kvherd.testing.workers import HOURS, FakeWorker
 
 ANN = WorkerId("http://ann:1")
 SGLANG = WorkerFacts(WorkerKind.SGLANG_HTTP, ("m",), health_s=SGLANG_HEALTH_S)
 VLLM = WorkerFacts(WorkerKind.VLLM_HTTP, ("m",))
-
-
-class NoFollowing:
-    def add(self, worker: WorkerId, feed: KvFeed, *, model: str) -> None:
-        pass
-
-    def remove(self, worker: WorkerId) -> None:
-        pass
-
-    def returned(self, worker: WorkerId) -> None:
-        pass
 
 
 @dataclass

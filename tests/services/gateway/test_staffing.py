@@ -12,24 +12,13 @@ from kvherd.core.fleet.roster import WorkerState
 from kvherd.core.fleet.spec import WorkerChange, WorkerSpec
 from kvherd.core.ids import RequestId, WorkerId
 from kvherd.ports.completions import Tokenizer
-from kvherd.ports.kv_feed import KvFeed
 from kvherd.services.gateway.fleet import Fleet
 from kvherd.services.gateway.staffing import Staffing
+from kvherd.testing.kv_feeds import NoFollowing
 from kvherd.testing.tokenizer import ByteTokenizer
 from kvherd.testing.workers import FakeWorker
 
 ANN, BOB = WorkerSpec("http://ann:1"), WorkerSpec("http://bob:1")
-
-
-class NoFollowing:
-    def add(self, worker: WorkerId, feed: KvFeed, *, model: str) -> None:
-        pass
-
-    def remove(self, worker: WorkerId) -> None:
-        pass
-
-    def returned(self, worker: WorkerId) -> None:
-        pass
 
 
 @dataclass
