@@ -1,17 +1,20 @@
 """A gateway before worker processes that are killed, stand still, reset and half-close, over real sockets."""
 
+import asyncio
 import json
 import signal
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AsyncExitStack, contextmanager
 from typing import Any
 
 import httpx
 import pytest
 
 from kvherd.testing.herds import BeginOdd, EngineProcess, GatewayProcess, Start, begin_engine, begin_gateway, get
+from kvherd.testing.patience import until
 from kvherd.testing.processes import wait_until
+from kvherd.testing.raw_http import RawClient
 
 pytestmark = pytest.mark.engine
 
@@ -83,6 +86,63 @@ def test_all_workers_go_down_and_come_up_again(start: Start, begin: BeginOdd) ->
     answers = [complete(gateway) for _ in range(4)]
     assert {answer.status_code for answer in answers} == {200}
     assert {answer.headers["x-kvherd-worker"] for answer in answers} == {one.url for one in again}
+
+
+BODY = b'{"model":"m","prompt":"hello"}'
+ASK = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n%b" % (len(BODY), BODY)
+IN_TURN = ("--policy", "round_robin")
+
+
+async def looked(look: Callable[[], bool]) -> None:
+    """Wait until it is so. What looks waits for another process, and this one's clients are to go on."""
+    async with asyncio.timeout(PATIENCE_S):
+        while not await asyncio.to_thread(look):  # noqa: ASYNC110 - of another process
+            await asyncio.sleep(0.02)
+
+
+async def test_a_worker_that_is_killed_under_steady_load_costs_nobody_an_answer(start: Start, begin: BeginOdd) -> None:
+    """Sixty clients pipeline, so that about thirty requests are under way at each worker all the time."""
+    killed, well = begin("well-later"), begin("well-later")
+    gateway = begin_gateway(start, killed.url, well.url, up=2, options=IN_TURN)
+    answers: list[int] = []
+    enough = asyncio.Event()
+
+    async def client() -> None:
+        async with RawClient(gateway.port) as one:
+            one.send(ASK)
+            while not enough.is_set():
+                one.send(ASK)
+                answers.append((await one.answer(within_s=PATIENCE_S)).status)
+            answers.append((await one.answer(within_s=PATIENCE_S)).status)
+
+    async with asyncio.TaskGroup() as group:
+        for _ in range(60):
+            group.create_task(client())
+        await until(lambda: len(answers) > 200, within_s=PATIENCE_S)
+        await looked(lambda: worker(gateway, killed.url)["outstanding"] > 10)
+        killed.process.signal(signal.SIGKILL)
+        before = len(answers)
+        await until(lambda: len(answers) > before + 200, within_s=PATIENCE_S)
+        enough.set()
+    assert set(answers) == {200}
+    assert worker(gateway, killed.url)["failures_total"] > 0, "they were under way there"
+
+
+async def test_a_burst_at_a_worker_that_is_killed_is_answered_by_another_though_it_was_quiet_before(
+    start: Start, begin: BeginOdd
+) -> None:
+    killed, well = begin("hang"), begin("well")
+    gateway = begin_gateway(start, killed.url, well.url, up=2, options=IN_TURN)
+    change(gateway, well.url, draining=True)
+    async with AsyncExitStack() as stack:
+        clients = [await stack.enter_async_context(RawClient(gateway.port)) for _ in range(80)]
+        for one in clients:
+            one.send(ASK)
+        await looked(lambda: worker(gateway, killed.url)["outstanding"] == 80)
+        await asyncio.to_thread(change, gateway, well.url, draining=False)
+        killed.process.signal(signal.SIGKILL)
+        answers = [await one.answer(within_s=PATIENCE_S) for one in clients]
+    assert {(one.status, one.headers["x-kvherd-worker"]) for one in answers} == {(200, well.url)}
 
 
 @contextmanager

@@ -6,6 +6,7 @@ It says that it is well and serves the model `m`. The moods, at a POST:
 
     well            answers, as a stream if it is asked for one
     well-once       … and closes the connection
+    well-later      … half a second later
     hang            reads the request and never answers
     stand-still     the whole process stops (SIGSTOP), as one does that is out of memory or in a debugger
     die             the process is killed (SIGKILL) before it answers
@@ -25,11 +26,13 @@ import socketserver
 import struct
 import sys
 import threading
+import time
 from contextlib import suppress
 
 MOODS = (
     "well",
     "well-once",
+    "well-later",
     "hang",
     "stand-still",
     "die",
@@ -95,9 +98,10 @@ class _Connection(socketserver.StreamRequestHandler):
         elif in_body == "head":
             self.wfile.write(_STREAM[:40])
         match mood:
-            case "well" | "well-once":
+            case "well" | "well-once" | "well-later":
+                time.sleep(0.5 * (mood == "well-later"))
                 self._answer(streams=bool(asked.get("stream")))
-                return mood == "well"
+                return mood != "well-once"
             case "die":
                 os.kill(os.getpid(), signal.SIGKILL)
             case "stand-still":

@@ -1,6 +1,5 @@
 import pytest
 
-from kvherd.core.fleet.retry_budget import RetryBudget
 from kvherd.core.fleet.truth import Claim, Truth, Verdict, WrongAnswer
 
 HIT = Claim(16, 16)
@@ -66,12 +65,3 @@ def test_an_entry_is_rebuilt_at_most_once_a_minute() -> None:
         truth.answered(HIT, 0)
     assert not truth.rebuild_due(69.9)
     assert truth.rebuild_due(70.0)
-
-
-def test_retries_are_bounded_and_earned_back() -> None:
-    budget = RetryBudget(ratio=0.5, reserve=2.0)
-    assert [budget.spend() for _ in range(3)] == [True, True, False]
-    budget.earn()
-    assert not budget.spend()
-    budget.earn()
-    assert budget.spend()

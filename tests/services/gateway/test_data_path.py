@@ -146,6 +146,7 @@ class Herd:
     quarantined: set[WorkerId]
     incomplete: set[WorkerId]
     entries: FakeEntries
+    metrics: GatewayMetrics
 
     async def ask(self, prompt: str = "hello world", **more: object) -> FakeResponder:
         return await self.send({"model": "m", "prompt": prompt, **more})
@@ -228,7 +229,7 @@ async def herd(
             fleet.add(WorkerSpec(worker.id))
             index.enrol(worker.id, model="m")
         await asyncio.sleep(0.1)
-        yield Herd(path, fleet, index, known, quarantined, incomplete, entries)
+        yield Herd(path, fleet, index, known, quarantined, incomplete, entries, metrics)
 
 
 def fake(worker: WorkerId, **acts: object) -> FakeWorker:
@@ -479,6 +480,23 @@ async def test_a_fleet_in_trouble_says_so_however_often_it_is_asked() -> None:
         for _ in range(50):
             with pytest.raises(NoWorker):
                 await it.ask()
+
+
+async def test_retries_of_a_burst_are_bounded_and_those_that_are_not_made_are_counted() -> None:
+    """1. Six hundred are sent to one worker of a gateway that was quiet. 2. It fails before it began any answer."""
+    async with herd(fake(ANN, first_byte_s=2.0), fake(BOB)) as it:
+        it.member(BOB).draining = True
+        burst = [asyncio.ensure_future(it.ask()) for _ in range(600)]
+        await asyncio.sleep(1.0)
+        assert len(it.workers[ANN].calls) == 600
+        it.member(BOB).draining = False
+        it.workers[ANN].fails = WorkerFailed(ANN, "died")
+        ended = await asyncio.gather(*burst, return_exceptions=True)
+        assert sum(isinstance(one, FakeResponder) for one in ended) == 220, "a fifth of them, and 10 a second"
+        assert sum(isinstance(one, WorkerFailed) for one in ended) == 380
+        told = it.metrics.text().decode()
+        assert f'kvherd_gateway_retries_total{{worker="{ANN}"}} 220.0' in told
+        assert f'kvherd_gateway_retries_refused_total{{worker="{ANN}"}} 380.0' in told
 
 
 async def test_a_refusal_is_the_workers_own_and_no_sign_of_illness() -> None:

@@ -103,7 +103,7 @@ def busy() -> GatewayMetrics:
     metrics.held("m", 0.1)
     metrics.refused("model_not_found")
     metrics.tls_refused("left")
-    for count in (metrics.retried, metrics.sampled, metrics.rebuilt):
+    for count in (metrics.retried, metrics.retry_refused, metrics.sampled, metrics.rebuilt):
         count(ann)
     return metrics
 

@@ -1,21 +1,52 @@
-"""A bound on retries, so that a fleet in trouble is not given twice the load."""
+"""A bound on retries, so that a fleet in trouble is not given twice the load.
+
+Retries may be a share of the requests of the last seconds. An engine that dies with hundreds under way costs a gateway
+that served thousands lately nothing; where most fail, the retries are soon used up. A quiet gateway has a few a second.
+"""
+
+from typing import Final
+
+WINDOW_S: Final = 10
 
 
 class RetryBudget:
-    """Each request earns a part of a retry, each retry costs one; `reserve` are free after a quiet time."""
+    """Of the last `WINDOW_S` whole seconds, the present one among them, no more retries are admitted than `ratio` for
+    each request and `per_second` for each second. A time before the last one that was told counts as that one.
+    """
 
-    def __init__(self, *, ratio: float = 0.2, reserve: float = 10.0) -> None:
-        self._ratio = ratio
-        self._reserve = reserve
-        self._left = reserve
+    __slots__ = ("_per_retry", "_requests", "_requests_total", "_reserve", "_retries", "_retries_total", "_second")
 
-    def earn(self) -> None:
+    def __init__(self, *, ratio: float = 0.2, per_second: float = 10.0) -> None:
+        self._per_retry = 1.0 / ratio
+        self._reserve = per_second * WINDOW_S * self._per_retry  # as so many requests earn it
+        self._requests = [0] * WINDOW_S
+        self._retries = [0] * WINDOW_S
+        self._requests_total = self._retries_total = self._second = 0
+
+    def earn(self, now_s: float) -> None:
         """A request came."""
-        self._left = min(self._reserve, self._left + self._ratio)
+        second = int(now_s)
+        if second > self._second:
+            self._forget_until(second)
+        self._requests[self._second % WINDOW_S] += 1
+        self._requests_total += 1
 
-    def spend(self) -> bool:
+    def spend(self, now_s: float) -> bool:
         """Whether one more retry may be made now."""
-        if self._left < 1.0:
+        second = int(now_s)
+        if second > self._second:
+            self._forget_until(second)
+        if (self._retries_total + 1) * self._per_retry > self._requests_total + self._reserve:
             return False
-        self._left -= 1.0
+        self._retries[self._second % WINDOW_S] += 1
+        self._retries_total += 1
         return True
+
+    def _forget_until(self, second: int) -> None:
+        """Of each second that begins, what was counted a window ago."""
+        for passed in range(max(self._second, second - WINDOW_S) + 1, second + 1):
+            place = passed % WINDOW_S
+            self._requests_total -= self._requests[place]
+            self._retries_total -= self._retries[place]
+            self._requests[place] = self._retries[place] = 0
+        self._second = second

@@ -196,7 +196,7 @@ class DataPath(Path):
 
     def _begin(self, turn: Turn) -> None:
         self._alive.add(turn.request)
-        self._budget.earn()
+        self._budget.earn(turn.began_s)
 
     async def finish(self, turn: Turn, answer: Awaitable[None] | None = None) -> None:
         """See it through; `answer` is of a try that has begun."""
@@ -230,7 +230,7 @@ class DataPath(Path):
         if choice.member is None:
             raise self._chooser.nobody(turn, choice)
         if turn.last_error is not None:
-            self._admit_retry(turn, turn.last_error)
+            self._admit_retry(turn, turn.last_error, now_s)
         self._chooser.name(turn, choice.member, choice)
         call, responder = self.tries.begin(turn, choice.member, now_s)
         return self._fleet.worker(choice.member.worker), call, responder
@@ -276,13 +276,16 @@ class DataPath(Path):
             turn.witness.fail(str(error))
         return False
 
-    def _admit_retry(self, turn: Turn, error: WorkerError) -> None:
+    def _admit_retry(self, turn: Turn, error: WorkerError, now_s: float) -> None:
         """Raises `error` if the request may not be tried once more. Looking for one that can do it is no retry."""
         if isinstance(error, WorkerUnsupported):
             return
         failed = sum(not isinstance(each, WorkerUnsupported) for each in turn.tried.values())
         stateful = turn.incoming.path.startswith(STORED)  # a second try could store a conversation twice
-        if stateful or failed >= self._config.tries or not self._budget.spend():
+        if stateful or failed >= self._config.tries:
+            raise error
+        if not self._budget.spend(now_s):
+            self._metrics.retry_refused(error.worker)
             raise error
         self._metrics.retried(error.worker)
 

@@ -62,6 +62,9 @@ class GatewayMetrics:
             ["worker"],
             registry=self._registry,
         )
+        self._retries_refused = self._counter(
+            "retries_refused", "Requests not sent elsewhere after this worker failed, for the retry budget was spent"
+        )
         self._refused = Counter(
             "kvherd_gateway_refused_requests",
             "Requests turned away before a worker was chosen, by the code of the error",
@@ -94,6 +97,9 @@ class GatewayMetrics:
 
     def retried(self, worker: WorkerId) -> None:
         self._retries.labels(worker).inc()
+
+    def retry_refused(self, worker: WorkerId) -> None:
+        self._retries_refused.labels(worker).inc()
 
     def sampled(self, worker: WorkerId) -> None:
         self._samples.labels(worker).inc()
