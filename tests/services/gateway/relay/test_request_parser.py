@@ -229,6 +229,17 @@ def test_after_the_last_request_nothing_is_read() -> None:
     assert requests(parse(b"GET /a HTTP/1.0\r\n\r\n"))[0].path == "/a"
 
 
+def test_what_a_body_says_of_a_protocol_refuses_nobody_and_admits_nobody() -> None:
+    head = b"POST /v1/x HTTP/1.1\r\nHost: h\r\n"
+    said = head.replace(b"HTTP/1.1", b"RTSP/1.0")
+    quoting = head + b"Content-Length: %d\r\n\r\n%b" % (len(said), said)
+    assert [one.body for one in requests(parse(quoting * 3))] == [said] * 3
+    assert [one.body for one in requests(parse(quoting[:60], quoting[60:] + quoting))] == [said] * 2
+    parser = parse(quoting + said + b"\r\n")
+    assert len(requests(parser)) == 1
+    assert "single spaces" in str(error(parser))
+
+
 def test_a_target_in_absolute_form_is_its_path() -> None:
     assert requests(parse(b"GET http://h:1/a/b?c=d HTTP/1.1\r\nHost: h\r\n\r\n"))[0].target == "/a/b?c=d"
     assert requests(parse(b"OPTIONS * HTTP/1.1\r\nHost: h\r\n\r\n"))[0].target == "*"

@@ -1,7 +1,11 @@
 """Methods and targets of requests, as everything behind the parser names them."""
 
+import re
+from typing import Final
+
 from kvherd.core.errors import Unsupported
 
+HOST: Final = re.compile(rb"[A-Za-z0-9._~!$&'()*+,;=%\-\[\]:]*")
 METHODS = {name.encode(): name for name in ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")}
 
 
@@ -19,3 +23,11 @@ def path_of(target: str) -> str:
         return target
     _, slash, path = rest.partition("/")
     return slash + path if slash else "/"
+
+
+def end_of_target(raw: bytes, begin: int, method: bytes, target: bytes) -> int:
+    """Where the target ends in the first line of a request of HTTP with single spaces, one that begins at `begin` or
+    later; -1 if there is none. What llhttp took for one may be of RTSP.
+    """
+    at = raw.find(b"%b %b HTTP/" % (method, target), begin)
+    return at if at < 0 else at + len(method) + len(target) + 1

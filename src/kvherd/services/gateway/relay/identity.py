@@ -2,11 +2,15 @@
 
 import asyncio
 import random
+import re
 from typing import Final
 
 from kvherd.core.ids import RequestId
 
 Headers = list[tuple[bytes, bytes]]
+
+REQUEST_ID: Final = re.compile(rb"[!#$%&'()*+,\-./0-9:;<=>?@A-Z\[\]^_`a-z{|}~]{1,128}")
+"""As a client may call its request: no space, quote or backslash."""
 
 # Identifiers are half this process's own dice, half a count: one cast for each request would cost more than parsing it.
 _OURS: Final = b"%016x" % random.SystemRandom().getrandbits(64)

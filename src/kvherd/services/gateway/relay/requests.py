@@ -2,11 +2,10 @@
 
 llhttp (through httptools, no leniency) reads the grammar: bare line feeds, obsolete folding, two lengths, a length
 beside an encoding, spaces before colons are errors there. What it leaves open is closed here: no coding but chunked,
-no version but 1.0 and 1.1, exactly one Host in 1.1, bounds on head, body and what surrounds chunks. After any error
-nothing more is read: a parser that lost its place must not guess where the next request begins.
+no protocol but HTTP (it reads RTSP, too), no version but 1.0 and 1.1, exactly one Host in 1.1, bounds on head, body and
+what surrounds chunks. After any error nothing more is read: who lost his place must not guess where the next begins.
 """
 
-import re
 from collections import deque
 from typing import Final
 
@@ -15,8 +14,8 @@ import httptools
 from kvherd.core.errors import BodyTooLarge, FrameInvalid, HeadTooLarge, KvherdError, Unsupported
 from kvherd.core.ids import RequestId
 from kvherd.services.gateway.relay.edge import DataRequest, Judge, RelayLimits, is_data
-from kvherd.services.gateway.relay.first_line import METHODS, path_of, rare_method
-from kvherd.services.gateway.relay.identity import forwarded, identified_anew, identify
+from kvherd.services.gateway.relay.first_line import HOST, METHODS, end_of_target, path_of, rare_method
+from kvherd.services.gateway.relay.identity import REQUEST_ID, forwarded, identified_anew, identify
 from kvherd.services.gateway.relay.incoming import Incoming, Refusal, Stage, Usual
 from kvherd.wire.http_heads import Block, KnownHead, KnownHeaders
 
@@ -38,8 +37,6 @@ _DISGUISED: Final = frozenset({b"content_length", b"transfer_encoding"})
 _KEPT = (b"host", b"content-length", b"authorization", b"x-request-id", b"traceparent")
 _NOTABLE: Final = _OF_THE_CONNECTION | _DISGUISED | {*_KEPT}
 _USUAL_TOKENS: Final = frozenset({b"keep-alive", b"close", b"upgrade"})
-_REQUEST_ID: Final = re.compile(rb"[!#$%&'()*+,\-./0-9:;<=>?@A-Z\[\]^_`a-z{|}~]{1,128}")  # no space, quote or backslash
-_HOST: Final = re.compile(rb"[A-Za-z0-9._~!$&'()*+,;=%\-\[\]:]*")
 _BYTES_AROUND_A_CHUNK: Final = 8
 _SMALL_BYTES: Final = 16 * 1024
 """A body of this size is read whoever sends it: who is refused then may go on with the same connection."""
@@ -73,10 +70,12 @@ class RequestParser:
         "_http10",
         "_judge",
         "_limits",
+        "_line_end",
         "_misses",
         "_parser",
         "_peer",
         "_piece_is_shared",
+        "_raw",
         "_told",
         "_upgrade",
         "_url",
@@ -97,11 +96,10 @@ class RequestParser:
         self.ended = False
         self.stage = _IDLE
         self.wants_continue = False
-        self._fed = self._head_fed = 0
+        self._fed = self._head_fed = self._line_end = self._misses = self._told = 0
         self._piece_is_shared = False
         self._usual: Usual | None = None
-        self._misses = self._told = 0
-        self._url = b""
+        self._raw = self._url = b""
         self._body: list[bytes] = []
         self.on_message_begin()
         self.stage = _IDLE
@@ -127,7 +125,10 @@ class RequestParser:
             self._head_fed += self._fed
         elif self._chunked:
             self._body_fed += self._fed
+        self._raw += data  # from a head's begin, or before it
         self._parse(data)
+        self._raw = self._raw[self._line_end :] if self.stage is _HEAD else b""
+        self._line_end = 0
         if self._piece_is_shared:
             if begins and self.stage is _IDLE:
                 self._remember(data)
@@ -204,9 +205,7 @@ class RequestParser:
         self.stage = _HEAD
         self._headers: list[tuple[bytes, bytes]] = []
         self._hosts = 0
-        self._connection = b""
-        self._expect = b""
-        self._content_length = b""
+        self._connection = self._expect = self._content_length = b""
         self._chunked = self._upgrade = self._body_follows_upgrade = False
         self._has_request_id = self._has_traceparent = self._has_key = False
 
@@ -232,6 +231,11 @@ class RequestParser:
             raise _Refused(Unsupported(f"HTTP/{version}"))
         elif self._hosts != 1:
             raise _Refused(FrameInvalid("HTTP/1.1", f"it has {self._hosts} Host headers and must have one"))
+        self._line_end = end_of_target(self._raw, self._line_end, self._parser.get_method(), self._url)
+        if self._line_end < 0:
+            raise _Refused(
+                FrameInvalid("HTTP/1.1", "its first line is not 'METHOD target HTTP/1.1', with single spaces")
+            )
         if b"#" in self._url:
             raise _Refused(FrameInvalid("HTTP/1.1", "its target has a fragment (#), which is for the client alone"))
         self._check_sizes()
@@ -271,12 +275,12 @@ class RequestParser:
         """Remember what matters here; whether the header goes on to the handler."""
         if name == b"host":
             self._hosts += 1
-            if not _HOST.fullmatch(value):
+            if not HOST.fullmatch(value):
                 raise _Refused(FrameInvalid("HTTP/1.1", "its Host header names no host"))
         elif name == b"content-length":
             self._content_length = value
         elif name == b"x-request-id":
-            if self._has_request_id or not _REQUEST_ID.fullmatch(value):
+            if self._has_request_id or not REQUEST_ID.fullmatch(value):
                 return False
             self._has_request_id = True
         elif name == b"authorization":
