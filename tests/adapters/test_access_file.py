@@ -1,12 +1,14 @@
 """Where the lines about requests go."""
 
 import asyncio
+import os
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from kvherd.adapters.access_file import HELD_S, AccessFile
+from kvherd.adapters.access_file import HELD_S, MOST_WAITING, AccessFile
 from kvherd.core.errors import OptionInvalid
 
 
@@ -60,6 +62,72 @@ async def test_a_directory_that_is_gone_costs_lines_and_no_request(
         log.write(b"3")
         await pause()
         assert path.read_bytes() == b"3\n"
+
+
+@pytest.fixture
+def pipe(tmp_path: Path) -> Iterator[tuple[Path, int]]:
+    """A pipe by name, and where it can be read."""
+    path = tmp_path / "pipe"
+    os.mkfifo(path)
+    reads = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    yield path, reads
+    os.close(reads)
+
+
+LONG = 2 * MOST_WAITING
+
+
+async def test_a_pipe_that_nobody_reads_costs_lines_that_are_counted_and_no_moment(
+    pipe: tuple[Path, int], caplog: pytest.LogCaptureFixture
+) -> None:
+    path, reads = pipe
+    async with AccessFile(str(path)) as log:
+        for number in range(LONG):
+            log.write(b"%099d" % number)
+        await pause()
+        lost = log.lost
+        assert 0 < lost < LONG
+        assert [line for line in caplog.messages if "cannot be written: nobody reads it" in line] == caplog.messages
+        assert len(caplog.messages) == 1
+        got = b""
+        while got.count(b"\n") < LONG - lost:
+            got += os.read(reads, 1 << 20)
+            await pause()
+        assert log.lost == lost
+        assert [int(line) for line in got.splitlines()] == list(range(LONG - lost)), "the first, whole and in order"
+        assert f"is written again; {lost} lines are lost so far" in caplog.messages[-1]
+        log.write(b"last")
+    assert os.read(reads, 100) == b"last\n"
+
+
+async def test_a_stop_waits_for_no_reader_and_counts_what_is_lost_by_that(pipe: tuple[Path, int]) -> None:
+    path, reads = pipe
+    async with AccessFile(str(path)) as log:
+        for number in range(2_000):
+            log.write(b"%099d" % number)
+        await pause()
+        assert log.lost == 0, "they wait"
+    written = os.read(reads, 1 << 20).count(b"\n")
+    assert 0 < written < 2_000
+    assert log.lost == 2_000 - written
+
+
+async def test_a_reader_that_leaves_and_comes_again_costs_what_was_written_meanwhile(pipe: tuple[Path, int]) -> None:
+    path, reads = pipe
+    async with AccessFile(str(path)) as log:
+        os.close(reads)
+        log.write(b"1")
+        await pause()
+        assert log.lost == 1
+        assert os.open(path, os.O_RDONLY | os.O_NONBLOCK) == reads
+        log.write(b"2")
+    assert os.read(reads, 100) == b"2\n"
+
+
+def test_a_pipe_without_a_reader_is_a_usage_error(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(OptionInvalid, match="nobody reads that pipe; begin its reader first"):
+        AccessFile(str(tmp_path / "pipe"))
 
 
 def test_a_file_that_cannot_be_is_a_usage_error() -> None:

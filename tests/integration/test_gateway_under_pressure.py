@@ -1,6 +1,8 @@
 """A gateway process without a descriptor left, with more requests than it may have, with a file that is wrong."""
 
+import os
 import resource
+import signal
 import socket
 from contextlib import ExitStack
 from pathlib import Path
@@ -10,6 +12,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvherd.testing.herds import BeginOdd, GatewayProcess, Start, begin_gateway, get
+from kvherd.testing.processes import KvherdProcess
+from kvherd.testing.raw_http import RawClient
 
 pytestmark = pytest.mark.engine
 
@@ -111,3 +115,39 @@ def test_a_file_that_turns_wrong_while_it_runs_is_told_and_changes_nothing(
     )
     assert problem() == ""
     assert serves() == {second.url}
+
+
+NOBODY = b'{"model":"nobody","prompt":"x"}'
+REFUSED = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nX-Request-Id: %b\r\nContent-Length: %d\r\n\r\n%b" % (
+    b"x" * 128,
+    len(NOBODY),
+    NOBODY,
+)
+
+
+@pytest.mark.parametrize(("log", "options", "lines"), [("log", (), 4_000), ("access", ("--access-log", "-"), 12_000)])
+async def test_a_pipe_that_nobody_reads_stops_no_request_and_no_stop(
+    log: str, options: tuple[str, ...], lines: int
+) -> None:
+    """Standard output and standard error are one full pipe, as of a container whose log nobody collects."""
+    reads, writes = os.pipe()
+    with ExitStack() as stack:
+        stack.callback(os.close, reads)
+
+        def start(*words: str) -> KvherdProcess:
+            return stack.enter_context(KvherdProcess(*words, says_to=writes))
+
+        gateway = begin_gateway(start, options=(*IN_TURN, *options))
+        os.close(writes)
+        async with RawClient(gateway.port) as client:
+            for _ in range(lines // 100):
+                answers = [await client.answer_to(REFUSED * 100, within_s=PATIENCE_S)]
+                answers += [await client.answer(within_s=PATIENCE_S) for _ in range(99)]
+                assert {answer.status for answer in answers} == {503}, "no worker"
+        told = get(f"{gateway.url}/metrics")[1].decode()
+        families = text_string_to_metric_families(told)
+        lost = {one.labels["log"]: one.value for each in families for one in each.samples if "lost_log" in one.name}
+        assert lost[log] > 0
+        gateway.process.signal(signal.SIGTERM)
+        assert gateway.process.wait(within_s=PATIENCE_S) == 0
+        assert len(os.read(reads, 1 << 20)) >= 4096, "what it could say, it said"

@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 def serve(encoded: bytes) -> None:
     """As the gateway of these options until a signal asks it to stop. Raises an `OperatorError` if it cannot start."""
     options = decode(encoded)
-    start_logging(options.log_level)
+    logged = start_logging(options.log_level)
     config = config_of(options)
     keyed = config.data_key or config.config_file or options.tls_client_ca
     if config.host != "localhost" and not is_loopback(config.host) and not keyed:
@@ -55,6 +55,7 @@ def serve(encoded: bytes) -> None:
         tls=tls,
         worker_tls=to_workers,
         write_access=access.write if access else None,
+        lost_lines={"access": lambda: access.lost if access else 0, "log": lambda: logged.lost},
         turn=turn,
     )
     prepare_process()

@@ -61,9 +61,12 @@ class OwnedProcess:
     """A command as a process; leaving it kills whatever descends from it and removes its folder.
 
     Its log, its state and its temporary files are in a folder of its own, so that what it forgot can be seen.
+    `says_to`: a descriptor that gets its output and its errors; then it has said nothing.
     """
 
-    def __init__(self, command: Sequence[str], *, environment: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, command: Sequence[str], *, environment: Mapping[str, str] | None = None, says_to: int | None = None
+    ) -> None:
         self.command = tuple(command)
         # Short, because the path of a Unix socket may have 107 bytes only.
         self.folder = Path(tempfile.mkdtemp(prefix="kht-", dir="/tmp"))
@@ -78,7 +81,7 @@ class OwnedProcess:
             self._process = subprocess.Popen(
                 self.command,
                 stdin=subprocess.DEVNULL,
-                stdout=output,
+                stdout=output if says_to is None else says_to,
                 stderr=subprocess.STDOUT,
                 env=os.environ | places | dict(environment or {}) | marks,
                 start_new_session=True,
@@ -159,8 +162,8 @@ class OwnedProcess:
 class KvherdProcess(OwnedProcess):
     """A `kvherd` command."""
 
-    def __init__(self, *words: str) -> None:
-        super().__init__([sys.executable, "-m", "kvherd.cli.main", *words])
+    def __init__(self, *words: str, says_to: int | None = None) -> None:
+        super().__init__([sys.executable, "-m", "kvherd.cli.main", *words], says_to=says_to)
 
 
 def command_line(pid: int) -> str:

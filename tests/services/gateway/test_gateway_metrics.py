@@ -39,7 +39,7 @@ def whole(roster: Roster | None = None, keyring: Keyring | None = None) -> Gatew
     metrics.watch_certificate(Certificate())  # type: ignore[arg-type]
     metrics.watch_worker_certificates(Certificate(), roster)  # type: ignore[arg-type]
     metrics.watch_config(lambda: "")
-    metrics.watch_process(lambda: 7, lambda: 2)
+    metrics.watch_process(lambda: 7, lambda: 2, {"access": lambda: 3, "log": lambda: 0})
     return metrics
 
 

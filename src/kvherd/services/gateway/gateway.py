@@ -91,6 +91,7 @@ class Gateway:
         tls: ServerTls | None = None,
         worker_tls: WorkerTls | None = None,
         write_access: Write | None = None,
+        lost_lines: Mapping[str, Callable[[], int]] | None = None,
         turn: LoopTurn | None = None,
     ) -> None:
         self._config = config
@@ -105,6 +106,7 @@ class Gateway:
         self._tls = tls
         self._worker_tls = worker_tls
         self._write_access = write_access
+        self._lost_lines = lost_lines or {}
         self._turn = turn
 
     @property
@@ -223,7 +225,7 @@ class Gateway:
             turn=self._turn,
         )
         self._relay = await stack.enter_async_context(relay)
-        metrics.watch_process(lambda: len(asyncio.all_tasks()), lambda: relay.connections)
+        metrics.watch_process(lambda: len(asyncio.all_tasks()), lambda: relay.connections, self._lost_lines)
 
     async def _staff(
         self, stack: AsyncExitStack, fleet: Fleet, keyring: Keyring, late: LateBinding

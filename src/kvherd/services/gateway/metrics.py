@@ -1,6 +1,6 @@
 """The gateway's metrics, in a registry of its own."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Protocol
 
 from prometheus_client import (
@@ -131,12 +131,15 @@ class GatewayMetrics:
         )
         held.set_function(lambda: admission.held)
 
-    def watch_process(self, tasks: Callable[[], int], connections: Callable[[], int]) -> None:
-        """Show what must not grow while the load does not."""
+    def watch_process(
+        self, tasks: Callable[[], int], connections: Callable[[], int], lost: Mapping[str, Callable[[], int]]
+    ) -> None:
+        """Show what must not grow while the load does not; and how many lines of each log are `lost`."""
         own = Gauge("kvherd_gateway_tasks", "Of the event loop, at this moment", registry=self._registry)
         own.set_function(tasks)
         clients = Gauge("kvherd_gateway_client_connections", "Open at this moment", registry=self._registry)
         clients.set_function(connections)
+        self._registry.register(_LostLines(lost))
 
     def watch_keys(self, keyring: Keyring) -> None:
         """Show what every data key uses whenever the metrics are read."""
@@ -202,6 +205,20 @@ class _KeyCollector(Collector):
             requests.add_metric([account.name, "refused"], account.refused_total)
         yield in_flight
         yield requests
+
+
+class _LostLines(Collector):
+    def __init__(self, lost: Mapping[str, Callable[[], int]]) -> None:
+        self._lost = lost
+
+    def describe(self) -> Iterable[Metric]:
+        return ()
+
+    def collect(self) -> Iterable[Metric]:
+        lines = CounterMetricFamily("kvherd_gateway_lost_log_lines", "That nobody took", labels=["log"])
+        for name, count in self._lost.items():
+            lines.add_metric([name], count())
+        yield lines
 
 
 class _GrpcHandshakes(Collector):
