@@ -24,19 +24,30 @@ class RawAnswer:
 class RawClient:
     """One connection to a server on loopback. Every read has a deadline.
 
-    `kernel_bytes` is what the system may receive for it before anybody reads; by itself it takes megabytes.
+    `kernel_bytes` is what the system may receive for it before anybody reads; by itself it takes megabytes. So does
+    the other side's system for what it sends, ten segments and more: on loopback one has 64 KB, on a network 1460.
     """
 
-    def __init__(self, port: int, *, read_limit_bytes: int = 2**16, kernel_bytes: int | None = None) -> None:
+    def __init__(
+        self,
+        port: int,
+        *,
+        read_limit_bytes: int = 2**16,
+        kernel_bytes: int | None = None,
+        segment_bytes: int | None = None,
+    ) -> None:
         self._port = port
         self._limit = read_limit_bytes
         self._kernel_bytes = kernel_bytes
+        self._segment_bytes = segment_bytes
 
     async def __aenter__(self) -> Self:
         own = socket.socket()
         own.setblocking(False)
         if self._kernel_bytes is not None:
             own.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, self._kernel_bytes)
+        if self._segment_bytes is not None:
+            own.setsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG, self._segment_bytes)
         try:
             await asyncio.get_running_loop().sock_connect(own, ("127.0.0.1", self._port))
             self.reader, self.writer = await asyncio.open_connection(sock=own, limit=self._limit)
@@ -123,7 +134,8 @@ Script = Callable[[RawRequest, asyncio.StreamReader, asyncio.StreamWriter], Awai
 @dataclass
 class RawServer:
     """Reads requests with a content-length and lets the script answer each. A script that closes its writer ends the
-    connection. `left` counts connections that the other side ended.
+    connection. `left` counts connections that the other side ended. `kernel_bytes`
+    is what the system may keep of what it sends, beside what the other side's has.
     """
 
     script: Script
@@ -131,11 +143,15 @@ class RawServer:
     connections: int = 0
     left: int = 0
     port: int = 0
+    kernel_bytes: int | None = None
     _tasks: set[asyncio.Task[None]] = field(default_factory=set)
 
     async def __aenter__(self) -> Self:
         self._server = await asyncio.start_server(self._serve, "127.0.0.1", self.port)
-        self.port = self._server.sockets[0].getsockname()[1]
+        listening = self._server.sockets[0]
+        self.port = listening.getsockname()[1]
+        if self.kernel_bytes is not None:
+            listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, self.kernel_bytes)
         return self
 
     async def __aexit__(
