@@ -1,7 +1,8 @@
 """What every scheduler behind a servicer must do, whatever it is made of.
 
 A suite of it derives from `SchedulerContract` and says how to open one; a token takes it some milliseconds at least,
-so that a long answer is still under way when the next line of a test runs.
+so that a long answer is still under way when the next line of a test runs. A short one need not be: who reads late, as
+a test does on a machine with other work, finds all of it in one delta.
 """
 
 import asyncio
@@ -42,7 +43,7 @@ async def read_all(scheduler: Scheduler, request: GenerationRequest) -> list[Tok
 
 
 async def running_becomes(scheduler: Scheduler, running: int) -> None:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         while True:
             report = await scheduler.state()
             if sum(answer.load.running + answer.load.waiting for answer in report.answers if answer.load) == running:
@@ -80,12 +81,12 @@ class SchedulerContract:
         assert again[-1].cached_tokens == 48  # of 60 tokens, three whole blocks of 16
 
     async def test_a_second_request_of_a_live_id_is_refused_and_the_first_goes_on(self) -> None:
-        async with self.opened() as scheduler, aclosing(deltas_of(scheduler, asked("a", tokens=20))) as first:
+        async with self.opened() as scheduler, aclosing(deltas_of(scheduler, asked("a", tokens=LONG))) as first:
             await anext(first)
             with pytest.raises(RequestDuplicate):
                 await read_all(scheduler, asked("a"))
             rest = [delta async for delta in first]
-            assert rest[-1].completion_tokens == 20
+            assert rest[-1].completion_tokens == LONG
 
     async def test_an_id_may_be_used_again_as_soon_as_its_reader_left(self) -> None:
         async with self.opened() as scheduler:
@@ -155,14 +156,14 @@ class SchedulerContract:
             report = await scheduler.flush(timeout_s=0.1)
             assert not report.done
             assert any(answer.timed_out for answer in report.answers)
-            assert 0.09 <= loop.time() - began_s < 0.6
+            assert 0.09 <= loop.time() - began_s < 10.0
 
     async def test_a_flush_waits_for_what_is_running(self) -> None:
-        async with self.opened() as scheduler, aclosing(deltas_of(scheduler, asked("a", tokens=10))) as deltas:
+        async with self.opened() as scheduler, aclosing(deltas_of(scheduler, asked("a", tokens=LONG))) as deltas:
             await anext(deltas)
             async with asyncio.TaskGroup() as group:
-                flush = group.create_task(scheduler.flush(timeout_s=20.0))
-                assert [delta async for delta in deltas][-1].completion_tokens == 10
+                flush = group.create_task(scheduler.flush(timeout_s=60.0))
+                assert [delta async for delta in deltas][-1].completion_tokens == LONG
             assert flush.result().done
 
     async def test_orders_of_two_kinds_do_not_wait_for_each_other(self) -> None:
@@ -191,7 +192,7 @@ class SchedulerContract:
                 await asyncio.wait([flush])
                 assert flush.cancelled()
                 other = [97 + n % 20 for n in range(64)]
-                async with asyncio.timeout(5):
+                async with asyncio.timeout(30):
                     assert (await read_all(scheduler, asked("b", prompt=other)))[-1].completion_tokens == 4
             await running_becomes(scheduler, 0)
             assert (await read_all(scheduler, asked("c", prompt=other)))[-1].cached_tokens == 48
