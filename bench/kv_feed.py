@@ -39,7 +39,7 @@ from unittest.mock import patch
 import grpc.aio
 import msgspec
 import uvloop
-import zmq
+from _kv_frames import CHAIN, MARKER, SIZE, publish, tokens_of
 from smg_grpc_proto.generated import common_pb2 as pb
 
 from kvherd.adapters.grpc_kv_feed import METHODS, GrpcKvFeed
@@ -59,123 +59,13 @@ from kvherd.services.kv_relay.grpc_edge import refuse
 from kvherd.services.kv_relay.relay import KvRelay
 
 OUT = Path(__file__).parent / "out" / "kv_feed.json"
-SIZE, CHAIN, KEPT = 16, 64, 200
 MODEL, WORKER, RANK, KEY = "m", WorkerId("http://engine:1"), Rank(0), b"bench"
 HISTORY_TOKENS = 100_000_000
 """So much that no subscriber of a burst is cut off: what is measured is work, not patience."""
-MARKER = -1
 DEADLINE_S = 300.0
 LAG_GOAL_MS = 5.0
-MARK_EVERY_S = 0.5
 SETTLE_S = 1.0
 """A new connection is proved by replays; what is measured is what comes after."""
-
-
-# --- what is published --------------------------------------------------------------------------------------
-
-
-@cache
-def tokens_of(chain: int) -> list[int]:
-    return [(chain * 7919 + position * 31) % 50_000 if position else chain + 2 for position in range(CHAIN * SIZE)]
-
-
-def hashes_of(chain: int) -> list[int]:
-    return [((chain + 2) * 1_000_003 + number) * 2_654_435_761 % 2**64 for number in range(CHAIN)]
-
-
-def stored(chain: int, first: int, count: int) -> dict[str, Any]:
-    hashes = hashes_of(chain)
-    return {
-        "type": "BlockStored",
-        "block_hashes": hashes[first : first + count],
-        "parent_block_hash": hashes[first - 1] if first else None,
-        "token_ids": tokens_of(chain)[first * SIZE : (first + count) * SIZE],
-        "block_size": SIZE,
-        "lora_id": None,
-        "medium": "GPU",
-        "lora_name": None,
-        "extra_keys": [None] * count,
-        "group_idx": 0,
-        "kv_cache_spec_kind": "full_attention",
-    }
-
-
-def removed(chain: int, first: int, count: int) -> dict[str, Any]:
-    hashes = hashes_of(chain)[first : first + count]
-    return {"type": "BlockRemoved", "block_hashes": hashes, "medium": "GPU", "group_idx": 0}
-
-
-def batches(blocks: int, batch: int) -> Iterator[list[dict[str, Any]]]:
-    """The events of each batch; the last chain is whole at the end."""
-    for chain in range(blocks // CHAIN):
-        for first in range(0, CHAIN, batch):
-            events = [stored(chain, first, batch)]
-            if chain >= KEPT:
-                events.append(removed(chain - KEPT, CHAIN - batch - first, batch))
-            yield events
-
-
-class Publisher:
-    """One engine's two sockets; nothing is lost, for its queue to a slow reader has no end."""
-
-    def __init__(self) -> None:
-        self._context = zmq.Context()
-        self._pub, self.router = self._context.socket(zmq.PUB), self._context.socket(zmq.ROUTER)
-        self._pub.sndhwm = self.router.sndhwm = 0
-        self.events = self._bind(self._pub)
-        self.replay = self._bind(self.router)
-        self._sent: list[bytes] = []
-
-    @staticmethod
-    def _bind(socket: zmq.Socket[bytes]) -> str:
-        socket.bind("tcp://127.0.0.1:*")
-        return socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
-
-    def send(self, payload: bytes) -> None:
-        self._pub.send_multipart([b"kv-events", len(self._sent).to_bytes(8, "big"), payload])
-        self._sent.append(payload)
-
-    def answer_replays(self) -> None:
-        while self.router.poll(0):
-            asker, _, start = self.router.recv_multipart()
-            first = int.from_bytes(start, "big")
-            for number, payload in enumerate(self._sent[first:], start=first):
-                self.router.send_multipart([asker, b"", b"kv-events", number.to_bytes(8, "big"), payload])
-            self.router.send_multipart([asker, b"", b"", b"\xff" * 8, b""])
-
-
-def payload(events: list[dict[str, Any]]) -> bytes:
-    return msgspec.msgpack.encode([time.time(), events, 0])
-
-
-def publish(blocks: int, batch: int, rate: float, seconds: float) -> None:
-    """Say where, store a marker until told to go, then send everything, or so many batches a second."""
-    publisher = Publisher()
-    print(json.dumps([publisher.events, publisher.replay]), flush=True)
-    poller = zmq.Poller()
-    poller.register(sys.stdin.fileno(), zmq.POLLIN)
-    ready = [] if rate else [payload(events) for events in batches(blocks, batch)]
-    poller.register(publisher.router, zmq.POLLIN)
-    marked_s = 0.0
-    while sys.stdin.fileno() not in dict(poller.poll(50)):
-        publisher.answer_replays()  # sooner than there is more to tell, or a reader asks for ever
-        if time.monotonic() > marked_s + MARK_EVERY_S:
-            publisher.send(payload([removed(MARKER, 0, CHAIN), stored(MARKER, 0, CHAIN)]))
-            marked_s = time.monotonic()
-    sys.stdin.readline()
-    for number, one in enumerate(ready):
-        publisher.send(one)
-        if number % 64 == 0:
-            publisher.answer_replays()
-    if rate:
-        begin_s = time.monotonic()
-        for number, events in enumerate(batches(int(rate * seconds) * batch, batch)):
-            while time.monotonic() < begin_s + number / rate:
-                time.sleep(0.0002)
-            publisher.send(payload(events))
-            publisher.answer_replays()
-    while sys.stdin.fileno() not in dict(poller.poll(20)):
-        publisher.answer_replays()
 
 
 # --- who reads ----------------------------------------------------------------------------------------------
@@ -460,7 +350,6 @@ if __name__ == "__main__":
         "--follow",
         "--peer",
         "--bare",
-        "--memory",
     }:
         play(sys.argv[1], sys.argv[2:])
     else:
