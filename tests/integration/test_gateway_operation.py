@@ -48,7 +48,7 @@ def test_a_worker_of_the_file_is_drained_while_it_streams_and_nothing_is_cut_off
         told: list[str] = []
 
         def stream() -> None:
-            body = {"model": "gpt", "prompt": "x" * 20, "max_tokens": 1500, "ignore_eos": True, "stream": True}
+            body = {"model": "gpt", "prompt": "x" * 20, "max_tokens": 600, "ignore_eos": True, "stream": True}
             with (
                 httpx.Client(base_url=base, verify=context, timeout=PATIENCE_S) as other,
                 other.stream("POST", "/v1/completions", json=body, headers=OURS) as answer,
@@ -60,7 +60,7 @@ def test_a_worker_of_the_file_is_drained_while_it_streams_and_nothing_is_cut_off
         streaming.start()
         wait_until(lambda: len(told) > 2, within_s=PATIENCE_S, what="the stream has begun")
         (worker,) = client.get("/workers", headers=BOSS).json()["workers"]
-        left = client.delete(f"/workers/{worker['id']}?timeout=60", headers=BOSS).json()
+        left = client.delete(f"/workers/{worker['id']}?timeout=60", headers=BOSS, timeout=2 * PATIENCE_S).json()
         streaming.join(PATIENCE_S)
         assert not streaming.is_alive()
         assert left["drained"] is True
