@@ -135,6 +135,12 @@ def test_a_file_that_cannot_be_is_a_usage_error() -> None:
         AccessFile("/nowhere/at/all")
 
 
+def test_a_standard_output_that_is_closed_is_a_usage_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdout", None)
+    with pytest.raises(OptionInvalid, match="--access-log: standard output is closed; name a file"):
+        AccessFile("-")
+
+
 async def test_standard_output_may_have_them(capfd: pytest.CaptureFixture[str]) -> None:
     async with AccessFile("-") as log:
         log.write(b"{}")

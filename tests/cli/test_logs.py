@@ -3,7 +3,9 @@
 import logging
 import os
 
-from kvherd.cli.logs import LINE, MOST_WAITING_BYTES, UnwaitedLog
+import pytest
+
+from kvherd.cli.logs import LINE, MOST_WAITING_BYTES, LogLevel, UnwaitedLog, start_logging
 
 
 def record(text: str) -> logging.LogRecord:
@@ -34,3 +36,13 @@ def test_a_log_that_nobody_reads_loses_lines_and_says_so_when_there_is_room() ->
     handler.flush()
     assert handler.lost == lost + 1
     os.close(writes)
+
+
+def test_a_process_whose_standard_error_is_closed_logs_to_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    root = logging.getLogger()
+    monkeypatch.setattr(root, "handlers", [])
+    monkeypatch.setattr(root, "level", root.level)
+    monkeypatch.setattr("sys.stderr", None)
+    handler = start_logging(LogLevel.INFO)
+    logging.getLogger("kvherd.x").info("unheard")
+    assert handler.lost == 0

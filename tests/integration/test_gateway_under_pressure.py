@@ -4,6 +4,7 @@ import os
 import resource
 import signal
 import socket
+import sys
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -12,7 +13,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvherd.testing.herds import BeginOdd, GatewayProcess, Start, begin_gateway, get
-from kvherd.testing.processes import KvherdProcess
+from kvherd.testing.processes import KvherdProcess, OwnedProcess
 from kvherd.testing.raw_http import RawClient
 
 pytestmark = pytest.mark.engine
@@ -151,3 +152,16 @@ async def test_a_pipe_that_nobody_reads_stops_no_request_and_no_stop(
         gateway.process.signal(signal.SIGTERM)
         assert gateway.process.wait(within_s=PATIENCE_S) == 0
         assert len(os.read(reads, 1 << 20)) >= 4096, "what it could say, it said"
+
+
+def test_a_gateway_whose_standard_error_is_closed_serves_and_stops() -> None:
+    with ExitStack() as stack:
+
+        def start(*words: str) -> OwnedProcess:
+            command = ["sh", "-c", 'exec "$0" -m kvherd.cli.main "$@" 2>&-', sys.executable, *words]
+            return stack.enter_context(OwnedProcess(command))
+
+        gateway = begin_gateway(start, options=IN_TURN)  # type: ignore[arg-type]
+        assert httpx.post(f"{gateway.url}/v1/completions", json=CALL, timeout=PATIENCE_S).status_code == 503
+        gateway.process.signal(signal.SIGTERM)
+        assert gateway.process.wait(within_s=PATIENCE_S) == 0

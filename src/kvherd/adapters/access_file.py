@@ -39,6 +39,8 @@ class AccessFile:
         self._timer: asyncio.TimerHandle | None = None
         self._failing = False
         self._file = -1
+        if where == "-" and sys.stdout is None:
+            raise OptionInvalid("--access-log", "standard output is closed; name a file")
         try:
             self._outlet: Outlet | None = self._open()
         except OSError as error:

@@ -18,13 +18,17 @@ def become_gateway(options: bytes) -> None:
     if not hasattr(os, "memfd_create"):  # not a Linux: a larger process serves as well
         serve(options)
         return
+    while (spare := os.open(os.devnull, os.O_RDWR)) <= 2:  # a standard one that is closed: it would be of another file
+        os.set_inheritable(spare, True)
+    os.close(spare)
     descriptor = os.memfd_create("kvherd-options")
     with os.fdopen(descriptor, "wb", closefd=False) as file:
         file.write(options)
     os.set_inheritable(descriptor, True)
     os.environ[_VARIABLE] = f"{os.getpid()}:{descriptor}"
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None:
+            stream.flush()
     os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
 
 

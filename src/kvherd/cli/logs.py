@@ -1,6 +1,7 @@
 """Logs of a long-running process: one line each, on standard error, and never waiting for who reads that."""
 
 import logging
+import os
 import sys
 from enum import StrEnum
 
@@ -54,8 +55,9 @@ class UnwaitedLog(logging.Handler):
 
 
 def start_logging(level: LogLevel) -> UnwaitedLog:
-    """Send every logger's lines of this level and above to standard error."""
-    handler = UnwaitedLog(sys.stderr.fileno())
+    """Send every logger's lines of this level and above to standard error; to nobody if that was closed."""
+    closed = sys.stderr is None  # its number may be of another file by now
+    handler = UnwaitedLog(os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC) if closed else sys.stderr.fileno())
     logging.basicConfig(level=level.upper(), format=LINE, datefmt="%Y-%m-%d %H:%M:%S", handlers=[handler], force=True)
     logging.getLogger("uvicorn").setLevel(
         logging.WARNING
