@@ -202,5 +202,6 @@ def test_words_are_remembered_within_bounds() -> None:
     assert words is not None
     for number in range(100):
         assert words.encode(f"the {number} {'x' * number}") == made("gpt-2").encode(f"the {number} {'x' * number}").ids
-        assert len(words._known) <= 10
-        assert max(map(len, words._known)) <= module.MOST_CHARACTERS
+        for known in (words._known, words._spaced):
+            assert len(known) <= 10
+            assert max(map(len, known)) <= module.MOST_CHARACTERS

@@ -78,6 +78,8 @@ class WordEncoding:
         self._added = re.compile(pattern)
         self._ids = added
         self._known: dict[str, Sequence[int]] = {}
+        self._spaced: dict[str, Sequence[int]] = {}
+        """What stands behind a space, up to the next."""
 
     def encode(self, text: str) -> list[int] | None:
         """None where only the tokenizer itself can tell."""
@@ -100,7 +102,8 @@ class WordEncoding:
     def _encode_piece(self, text: str, ids: list[int]) -> bool:
         """Whether this can tell."""
         if text.isascii():
-            self._look_up(self._words(text), ids)
+            if not self._apart or not self._look_up_spaced(text, ids):
+                self._look_up(self._words(text), ids)
             return True
         if not self._apart:
             return False
@@ -120,6 +123,33 @@ class WordEncoding:
         for word in words:
             found = known.get(word)
             ids += found if found is not None else self._learn(word, self._merged(word))
+
+    def _look_up_spaced(self, text: str, ids: list[int]) -> bool:
+        """The same without looking for words in what was met before; False, and nothing, where a space is not between
+        two characters that are none: then words may go beyond it.
+        """
+        spaced, count, first = self._spaced, len(ids), True
+        for part in text.split(" "):
+            if first:
+                first = False
+                if not part or part[-1].isspace():
+                    return False
+                self._look_up(self._words(part), ids)
+                continue
+            found = spaced.get(part)
+            if found is None:
+                if not part or part[0].isspace() or part[-1].isspace():
+                    del ids[count:]
+                    return False
+                learned: list[int] = []
+                self._look_up(self._words(" " + part), learned)
+                found = learned
+                if len(part) < MOST_CHARACTERS:
+                    if len(spaced) >= self._most_words:
+                        spaced.clear()
+                    spaced[part] = found
+            ids += found
+        return True
 
     def _merged(self, word: str) -> Sequence[int]:
         return [token.id for token in self._model.tokenize(_spelt(word))]

@@ -72,16 +72,31 @@ class TurnwiseConnection:
         self.transport.abort()
 
 
+class Staged:
+    """Work in two steps, each done for all who came in the same turn before the other is begun."""
+
+    __slots__ = ()
+
+    def prepare(self) -> None:
+        """The first step. Must not raise."""
+        raise NotImplementedError
+
+    def proceed(self) -> None:
+        """The second one. Must not raise."""
+        raise NotImplementedError
+
+
 class LoopTurn:
     """Those who have read and those who have something to write, each in the order they came."""
 
-    __slots__ = ("_call_soon", "_due", "_reading", "_writing")
+    __slots__ = ("_call_soon", "_due", "_reading", "_staged", "_writing")
 
     def __init__(self, call_soon: CallSoon | None = None) -> None:
         """`call_soon` calls what it is given before anything else is read. None: that of the loop it is used in."""
         self._call_soon = call_soon
         self._reading: list[TurnwiseConnection] = []
         self._writing: list[TurnwiseConnection] = []
+        self._staged: list[Staged] = []
         self._due = False
 
     def read(self, one: TurnwiseConnection) -> None:
@@ -98,6 +113,12 @@ class LoopTurn:
         elif not self._due:
             self._fall_due()
 
+    def stage(self, one: Staged) -> None:
+        """It is asked to prepare, and then to proceed, when what was read is handled."""
+        self._staged.append(one)
+        if not self._due:
+            self._fall_due()
+
     def _fall_due(self) -> None:
         self._due = True
         if self._call_soon is None:
@@ -106,16 +127,25 @@ class LoopTurn:
 
     def _end(self) -> None:
         try:
-            while self._reading or self._writing:
+            while self._reading or self._staged or self._writing:
                 reading, self._reading = self._reading, []
                 for one in reading:
                     try:
                         one.handle()
                     except Exception as error:  # noqa: BLE001 - the others that were read have no part in it
                         one.failed(error)
+                if self._staged:
+                    self._go_through()
                 self._release()
         finally:
             self._due = False
+
+    def _go_through(self) -> None:
+        staged, self._staged = self._staged, []
+        for each in staged:
+            each.prepare()
+        for each in staged:
+            each.proceed()
 
     def _release(self) -> None:
         writing, self._writing = self._writing, []

@@ -1,5 +1,5 @@
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -50,7 +50,7 @@ def test_nothing_is_left_when_all_requests_ended(story: list[tuple[str, Place, i
     for name, _, _ in story:
         blocks.release(RequestId(name))
     assert len(blocks) == 0
-    assert blocks._layers == {}
+    assert blocks._coming == {}
 
 
 def branch(path: Sequence[int]) -> Sequence[PrefixHash]:
@@ -58,25 +58,50 @@ def branch(path: Sequence[int]) -> Sequence[PrefixHash]:
     return chain(*(hash(tuple(path[: end + 1])) for end in range(len(path))))
 
 
+def leading(among: Collection[PrefixHash], path: Sequence[int]) -> int:
+    """Blocks of the path's chain before the first that is not among these."""
+    return next((n for n, name in enumerate(branch(path)) if name not in among), len(path))
+
+
 PATHS = st.lists(st.integers(0, 1), max_size=5)
+STORIES = st.lists(
+    st.tuples(st.sampled_from("rstuvw"), st.sampled_from(["sent", "ended", "stored"]), PATHS), max_size=30
+)
 
 
-@given(st.lists(st.tuples(st.sampled_from("rstuvw"), st.booleans(), PATHS), max_size=30), PATHS)
+@given(STORIES, PATHS)
 def test_a_block_is_on_its_way_as_long_as_a_request_that_has_it(
-    story: list[tuple[str, bool, list[int]]], asked: list[int]
+    story: list[tuple[str, str, list[int]]], asked: list[int]
 ) -> None:
-    blocks, under_way = OptimisticBlocks(), dict[str, Sequence[PrefixHash]]()
-    for name, begins, path in story:
-        if begins:
-            blocks.hold(RequestId(name), ANN, branch(path))
-            under_way[name] = branch(path)
-        else:
-            blocks.release(RequestId(name))
-            under_way.pop(name, None)
+    """However much of it was held when it was sent, and became known to be held since."""
+    blocks, under_way, known = OptimisticBlocks(), dict[str, Sequence[PrefixHash]](), set[PrefixHash]()
+    for name, what, path in story:
+        match what:
+            case "sent":
+                blocks.hold(RequestId(name), ANN, branch(path), leading(known, path))
+                under_way[name] = branch(path)
+            case "ended":
+                blocks.release(RequestId(name))
+                under_way.pop(name, None)
+            case _:
+                known |= set(branch(path))
+        coming = {block for one in under_way.values() for block in one}
+        assert blocks.extend(ANN, branch(asked), leading(known, asked)) == leading(known | coming, asked)
+
+
+@given(STORIES)
+def test_only_what_was_not_held_is_counted(story: list[tuple[str, str, list[int]]]) -> None:
+    blocks, under_way, known = OptimisticBlocks(), dict[str, Sequence[PrefixHash]](), set[PrefixHash]()
+    for name, what, path in story:
+        match what:
+            case "sent":
+                held = leading(known, path)
+                blocks.hold(RequestId(name), ANN, branch(path), held)
+                under_way[name] = branch(path)[held:]
+            case "ended":
+                blocks.release(RequestId(name))
+                under_way.pop(name, None)
+            case _:
+                known |= set(branch(path))
         counts = Counter(block for one in under_way.values() for block in one)
-        wanted = sum(block in counts for block in branch(asked))
-        assert blocks.extend(ANN, branch(asked), 0) == wanted
-        layers = blocks._layers.get(ANN, [])
-        assert [len(layer) for layer in layers] == [
-            sum(count > number for count in counts.values()) for number in range(len(layers))
-        ]
+        assert blocks._coming.get(ANN, {}) == counts

@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -33,11 +34,11 @@ from kvherd.core.fleet.roster import Member
 from kvherd.core.fleet.spec import WorkerSpec
 from kvherd.core.ids import EngineHash, Rank, RequestId, WorkerId
 from kvherd.core.kv.bigrams import bigram_key
-from kvherd.core.kv.events import BlocksStored, KvEventBatch
+from kvherd.core.kv.events import BlocksStored, KvEventBatch, SnapshotChunk
 from kvherd.core.kv.hashing import PrefixHasher
 from kvherd.core.kv.index import Holder, PrefixIndex
+from kvherd.core.kv.reactions import FollowState
 from kvherd.core.kv.watch import Watch
-from kvherd.core.routing.candidate import KvKnowledge
 from kvherd.core.routing.policy import make_policy
 from kvherd.core.text.calls import ChatCall
 from kvherd.ports.completions import Tokenizer, Usage
@@ -47,9 +48,11 @@ from kvherd.services.gateway.audit import Audit
 from kvherd.services.gateway.chat import DataPath, PathConfig
 from kvherd.services.gateway.credit import Credit
 from kvherd.services.gateway.fleet import Fleet
+from kvherd.services.gateway.follow_stream import Following
 from kvherd.services.gateway.metrics import GatewayMetrics
 from kvherd.services.gateway.relay.edge import DataRequest
 from kvherd.services.gateway.settings import Bounds, HealMode
+from kvherd.services.gateway.standing import Standing
 from kvherd.testing.tokenizer import ByteTokenizer
 from kvherd.testing.workers import FakeResponder, FakeWorker
 
@@ -143,8 +146,8 @@ class Herd:
     fleet: Fleet
     index: PrefixIndex
     workers: dict[WorkerId, FakeWorker]
-    quarantined: set[WorkerId]
-    incomplete: set[WorkerId]
+    standings: dict[WorkerId, Standing]
+    followings: dict[WorkerId, Following]
     entries: FakeEntries
     metrics: GatewayMetrics
 
@@ -185,6 +188,18 @@ class Herd:
         self.index.apply(Holder(worker, Rank(rank)), KvEventBatch(0, 0.0, Rank(rank), (stored,)))
 
 
+def live(following: Following) -> Standing:
+    """Its stream is there, and has been for long."""
+    standing = Standing(following, lambda: 0.0, grace_s=5.0, settle_s=2.0)
+    standing.take(FollowState.LIVE)
+    return standing
+
+
+def doubt(following: Following) -> None:
+    """A snapshot of nothing says that it may hold more than was told."""
+    following.take(SnapshotChunk(0, 1, 1, KvEventBatch(0, 1.0, Rank(0), ())), now_s=0.0)
+
+
 @asynccontextmanager
 async def herd(
     *workers: FakeWorker, policy: str = "kv", config: PathConfig | None = None, dice: Iterable[float] = ()
@@ -195,13 +210,9 @@ async def herd(
     for worker in workers:
         worker.launches = way.get() is Way.LAUNCHED
     index = PrefixIndex(PrefixHasher(b"key"))
-    quarantined: set[WorkerId] = set()
-    incomplete: set[WorkerId] = set()
-    credit = Credit(
-        index,
-        lambda worker: KvKnowledge.QUARANTINED if worker in quarantined else KvKnowledge.KNOWN,
-        lambda worker: worker in incomplete,
-    )
+    followings = {worker: Following(worker, index) for worker in known}
+    standings = {worker: live(following) for worker, following in followings.items()}
+    credit = Credit(index, standings)
 
     async def tokenizer(_: str) -> Tokenizer:
         return ByteTokenizer()
@@ -220,7 +231,7 @@ async def herd(
         credit=credit,
         metrics=metrics,
         audit=Audit(entries, metrics, wall=lambda: 1_000.0),
-        incomplete=lambda worker: worker in incomplete,
+        incomplete=lambda worker: followings[worker].incomplete,
         config=config,
         dice=lambda: next(throws, 0.0),
     )
@@ -229,7 +240,7 @@ async def herd(
             fleet.add(WorkerSpec(worker.id))
             index.enrol(worker.id, model="m")
         await asyncio.sleep(0.1)
-        yield Herd(path, fleet, index, known, quarantined, incomplete, entries, metrics)
+        yield Herd(path, fleet, index, known, standings, followings, entries, metrics)
 
 
 def fake(worker: WorkerId, **acts: object) -> FakeWorker:
@@ -390,7 +401,7 @@ async def test_the_last_token_is_never_predicted_to_be_cached() -> None:
 async def test_a_quarantined_worker_gets_no_credit_and_still_serves() -> None:
     async with herd(fake(ANN)) as it:
         it.store(ANN, "hello worl")
-        it.quarantined.add(ANN)
+        it.standings[ANN].take(FollowState.QUARANTINED)
         answer = await it.ask("hello world")
     assert (answer.status, answer.headers["x-kvherd-predicted-cached-tokens"]) == (200, "0")
 
@@ -934,7 +945,7 @@ async def test_answers_about_more_or_other_than_was_predicted_decide_nothing(mor
 
 async def test_a_quarantined_worker_decides_nothing() -> None:
     async with herd(fake(ANN, usage=Usage(11, 10, 2))) as it:
-        it.quarantined.add(ANN)
+        it.standings[ANN].take(FollowState.QUARANTINED)
         await it.ask()
         assert it.member(ANN).truth.undecided_by == {"quarantined": 1}
 
@@ -1035,7 +1046,7 @@ async def test_a_vllm_that_may_hold_untold_blocks_is_asked_to_tell_the_chains_th
     async with herd(vllm()) as it:
         body = b'{"model":"m","prompt":"hello world"}'
         await it.send(body)
-        it.incomplete.add(ANN)
+        doubt(it.followings[ANN])
         it.store(ANN, "hello")
         await it.send(body)
         it.store(ANN, "hello worl")
@@ -1048,26 +1059,26 @@ async def test_a_vllm_that_may_hold_untold_blocks_is_asked_to_tell_the_chains_th
 @pytest.mark.parametrize("mode", [HealMode.OFF, HealMode.FLUSH])
 async def test_nobody_is_asked_to_tell_where_an_operator_chose_otherwise(mode: HealMode) -> None:
     async with herd(vllm(), config=PathConfig(heal=mode)) as it:
-        it.incomplete.add(ANN)
+        doubt(it.followings[ANN])
         await it.ask("hello world")
         assert b"vllm_xargs" not in it.workers[ANN].calls[0].body
 
 
 async def test_only_a_vllm_whose_stream_is_live_is_asked_to_tell() -> None:
     async with herd(fake(ANN)) as it:
-        it.incomplete.add(ANN)
+        doubt(it.followings[ANN])
         await it.ask("hello world")
         assert b"vllm_xargs" not in it.workers[ANN].calls[0].body, "SGLang knows no such thing"
     async with herd(vllm()) as it:
-        it.incomplete.add(ANN)
-        it.quarantined.add(ANN)
+        doubt(it.followings[ANN])
+        it.standings[ANN].take(FollowState.QUARANTINED)
         await it.ask("hello world")
         assert b"vllm_xargs" not in it.workers[ANN].calls[0].body, "what it tells is lost"
 
 
 async def test_of_a_worker_that_may_hold_untold_blocks_more_than_was_predicted_is_no_error_and_less_is() -> None:
     async with herd(vllm(usage=Usage(11, 10, 2))) as it:
-        it.incomplete.add(ANN)
+        doubt(it.followings[ANN])
         it.store(ANN, "hello")
         await it.ask("hello world")
         truth = it.member(ANN).truth
@@ -1080,7 +1091,7 @@ async def test_of_a_worker_that_may_hold_untold_blocks_more_than_was_predicted_i
 async def test_a_stream_may_be_asked_for_both_and_the_client_s_own_fields_stay() -> None:
     worker = streaming()
     async with herd(worker, config=PathConfig(usage_sample=1.0)) as it:
-        it.incomplete.add(ANN)
+        doubt(it.followings[ANN])
         sent = b'{"model":"m","prompt":"hello world", "stream" :true, "vllm_xargs": { "a": 1 }}'
         await it.send(sent)
         answer = await it.send(sent)
@@ -1142,3 +1153,64 @@ async def test_of_several_models_each_path_honours_the_one_that_is_asked_for(pat
             assert answer.headers["x-kvherd-worker"] == worker
         with pytest.raises(FieldInvalid, match="model: is missing; name one of m, n"):
             await it.send(b'{"prompt": "hi"}', path=path)
+
+
+# --- requests that no task waits for -------------------------------------------------------------------------------
+
+
+def asks(prompt: str, name: str = "r") -> DataRequest:
+    body = json.dumps({"model": "m", "prompt": prompt}).encode()
+    return DataRequest("POST", "/v1/completions", "", [], body, "127.0.0.1", RequestId(name))
+
+
+async def test_a_client_that_leaves_in_the_turn_in_which_it_asked_costs_no_worker_anything() -> None:
+    async with herd(fake(ANN)) as it:
+        landings: list[object] = []
+        flight = it.path.launch(asks("hello"), FakeResponder(), landings.append)
+        assert flight is not None
+        flight.cancel()
+        await asyncio.sleep(1.0)
+        assert (it.workers[ANN].calls, landings) == ([], [])
+        assert (it.member(ANN).in_flight, it.path._alive) == ({}, set())
+
+
+async def test_a_prompt_that_breaks_what_reads_it_ends_its_own_request_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    def encode(self: ByteTokenizer, text: str, *, add_special_tokens: bool = False) -> list[int]:
+        if text == "bad":
+            raise RuntimeError(text)
+        return list(text.encode())
+
+    monkeypatch.setattr(ByteTokenizer, "encode", encode)
+    async with herd(fake(ANN)) as it:
+        outcomes: dict[str, object] = {}
+        for name, prompt in (("r", "bad"), ("s", "good")):
+            assert it.path.launch(asks(prompt, name), FakeResponder(), partial(outcomes.__setitem__, name)) is not None
+        await asyncio.sleep(1.0)
+        assert isinstance(outcomes["r"], RuntimeError)
+        assert [call.request for call in it.workers[ANN].calls] in (["s"], [])
+        assert "r" not in it.path._alive
+
+
+async def test_the_prompts_of_a_turn_are_read_before_any_of_its_requests_is_sent(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    log: list[str] = []
+    encode = ByteTokenizer.encode
+
+    def noted(self: ByteTokenizer, text: str, *, add_special_tokens: bool = False) -> list[int]:
+        log.append(f"read {text}")
+        return encode(self, text, add_special_tokens=add_special_tokens)
+
+    class Noting(FakeWorker):
+        async def forward(self, call: Call, responder: Responder) -> None:
+            log.append(f"send {call.request}")
+            await super().forward(call, responder)
+
+    monkeypatch.setattr(ByteTokenizer, "encode", noted)
+    async with herd(Noting(ANN, facts=FACTS)) as it:
+        log.clear()
+        for name in ("r", "s"):
+            assert it.path.launch(asks(f"hello {name}", name), FakeResponder(), lambda _: None) is not None
+        assert log == [], "all that the turn reads comes first"
+        await asyncio.sleep(1.0)
+        assert [line for line in log if "hello" in line or "send" in line][:2] == ["read hello r", "read hello s"]

@@ -225,12 +225,11 @@ async def test_an_epoch_that_has_just_begun_may_turn_out_to_lack_something() -> 
     cut: list[Step] = [Subscribed(ONE), snapshot(9, block(1)), StreamBroken("cut")]
     feed = ScriptedFeed(cut, [Subscribed(ONE)])
     async with Followers(PrefixIndex(PrefixHasher(b"k")), dice=lambda: 0.0, wall=lambda: 1_000.0) as followers:
-        assert not followers.settling(ANN)
         followers.add(ANN, feed, model="m")
         await asyncio.sleep(1.9)
-        assert followers.settling(ANN)
+        assert followers.standings[ANN].settling
         await asyncio.sleep(0.2)
-        assert (len(feed.asked), followers.settling(ANN)) == (2, False), "a resume begins no epoch"
+        assert (len(feed.asked), followers.standings[ANN].settling) == (2, False), "a resume begins no epoch"
 
 
 async def test_the_lag_is_from_the_engine_s_stamp_to_here() -> None:
@@ -294,7 +293,7 @@ async def test_what_only_an_operator_can_mend_is_quarantined_and_tried_seldom(en
 async def test_a_worker_without_events_is_unsupported_and_says_why() -> None:
     def check(followers: Followers) -> None:
         knows(FollowState.UNSUPPORTED)(followers)
-        assert followers.knowledge(ANN) is KvKnowledge.UNTOLD
+        assert followers.standings[ANN].knowledge is KvKnowledge.UNTOLD
         assert followers.view(ANN).reason == "no events here"
 
     await follow(ScriptedFeed([EventsUnsupported("no events here")]), check)
@@ -524,9 +523,9 @@ async def test_a_snapshot_of_nothing_behind_a_barrier_leaves_nothing_unknown() -
 async def test_routing_is_told_what_is_known_quarantined_or_not_told() -> None:
     index, feed = PrefixIndex(PrefixHasher(b"k")), QueuedFeed()
     async with Followers(index) as followers:
-        assert followers.knowledge(ANN) is KvKnowledge.UNTOLD
+        assert ANN not in followers.standings
         followers.add(ANN, feed, model="m")
-        assert followers.knowledge(ANN) is KvKnowledge.QUARANTINED
+        assert followers.standings[ANN].knowledge is KvKnowledge.QUARANTINED
         await feed.say(Subscribed(ONE), snapshot(9, block(1)))
-        assert followers.knowledge(ANN) is KvKnowledge.KNOWN
+        assert followers.standings[ANN].knowledge is KvKnowledge.KNOWN
         followers.flushed(WorkerId("a stranger"))

@@ -19,8 +19,8 @@ from kvherd.core.fleet.spec import WorkerSpec
 from kvherd.core.ids import RequestId, WorkerId
 from kvherd.core.kv.hashing import PrefixHasher
 from kvherd.core.kv.index import PrefixIndex
+from kvherd.core.kv.reactions import FollowState
 from kvherd.core.kv.watch import Watch
-from kvherd.core.routing.candidate import KvKnowledge
 from kvherd.core.routing.late import LateBounds
 from kvherd.core.routing.policy import make_policy
 from kvherd.ports.completions import Tokenizer
@@ -30,10 +30,12 @@ from kvherd.services.gateway.audit import Audit
 from kvherd.services.gateway.chat import DataPath
 from kvherd.services.gateway.credit import Credit
 from kvherd.services.gateway.fleet import Fleet
+from kvherd.services.gateway.follow_stream import Following
 from kvherd.services.gateway.late_binding import LateBinding
 from kvherd.services.gateway.metrics import GatewayMetrics
 from kvherd.services.gateway.relay.edge import DataRequest
 from kvherd.services.gateway.settings import AdmissionBounds
+from kvherd.services.gateway.standing import Standing
 from kvherd.testing.tokenizer import ByteTokenizer
 from kvherd.testing.virtual_time import virtual_time
 from kvherd.testing.workers import FakeResponder, FakeWorker
@@ -124,6 +126,13 @@ def now() -> float:
     return asyncio.get_running_loop().time()
 
 
+def live(following: Following) -> Standing:
+    """Its stream is there, and has been for long."""
+    standing = Standing(following, lambda: 0.0, grace_s=5.0, settle_s=2.0)
+    standing.take(FollowState.LIVE)
+    return standing
+
+
 @asynccontextmanager
 async def stage(
     *names: WorkerId,
@@ -150,7 +159,7 @@ async def stage(
     path = DataPath(
         fleet=fleet,
         policy=make_policy(policy),
-        credit=Credit(index, lambda _: KvKnowledge.KNOWN),
+        credit=Credit(index, {worker: live(Following(worker, index)) for worker in map(WorkerId, names)}),
         metrics=metrics,
         audit=Audit(NoEntries(), metrics, wall=now),
         late=late,

@@ -16,6 +16,7 @@ from kvherd.core.ids import EngineHash, Rank, RequestId, WorkerId
 from kvherd.core.kv.events import BlocksStored
 from kvherd.core.kv.hashing import PrefixHasher
 from kvherd.core.kv.index import Holder, PrefixIndex
+from kvherd.core.kv.reactions import FollowState
 from kvherd.core.routing.candidate import KvKnowledge
 from kvherd.core.text.parity import Agreement, PromptClass
 from kvherd.ports.completions import Tokenizer
@@ -24,9 +25,11 @@ from kvherd.services.gateway.credit import Credit
 from kvherd.services.gateway.encodings import EncodingCache
 from kvherd.services.gateway.fleet import Fleet
 from kvherd.services.gateway.fleet_edges import FleetConfig
+from kvherd.services.gateway.follow_stream import Following
 from kvherd.services.gateway.parity import FIRST_PAUSE_S, PROBE_S, compare, counted
 from kvherd.services.gateway.prompts import read_prompt
 from kvherd.services.gateway.settings import ProbeBounds
+from kvherd.services.gateway.standing import Standing
 from kvherd.testing.tokenizer import ByteTokenizer
 from kvherd.testing.workers import FakeWorker
 from kvherd.wire.openai.requests import decode_chat
@@ -165,9 +168,16 @@ def test_unequal_counts_prove_a_difference_and_equal_ones_nothing(caplog: pytest
     assert len(caplog.records) == 1
 
 
+def live(following: Following) -> Standing:
+    """Its stream is there, and has been for long."""
+    standing = Standing(following, lambda: 0.0, grace_s=5.0, settle_s=2.0)
+    standing.take(FollowState.LIVE)
+    return standing
+
+
 async def test_a_prompt_of_a_class_that_differs_is_credited_by_what_was_sent_there() -> None:
     index, tokenizer = PrefixIndex(PrefixHasher(b"k")), ByteTokenizer()
-    credit, ann = Credit(index, lambda _: KvKnowledge.KNOWN), member()
+    credit, ann = Credit(index, {ANN: live(Following(ANN, index))}), member()
     body = json.dumps({"model": "m", "prompt": SECRET * 4}).encode()
     prompt = await read_prompt("/v1/completions", body, peek(body), tokenizer, EncodingCache())
     assert prompt.token_ids is not None
@@ -179,7 +189,7 @@ async def test_a_prompt_of_a_class_that_differs_is_credited_by_what_was_sent_the
     counted(ann, [PromptClass.TEXT], ours=1, theirs=2)
     unknown = credit.matches(prompt, [ann])[ANN, None]
     assert (unknown.kv, unknown.tokens) == (KvKnowledge.UNTOLD, 0)
-    credit.sent(RequestId("r"), prompt, ann)
+    credit.sent(RequestId("r"), prompt, ann, None, unknown)
     again = credit.matches(prompt, [ann])[ANN, None]
     assert again.kv is KvKnowledge.UNTOLD
     assert again.tokens > 0
@@ -217,7 +227,7 @@ async def test_a_worker_is_compared_when_it_joins_and_again_when_it_returns() ->
 
 async def test_the_blocks_of_an_adapter_are_not_those_of_its_base() -> None:
     index, tokenizer = PrefixIndex(PrefixHasher(b"k")), ByteTokenizer()
-    credit, ann = Credit(index, lambda _: KvKnowledge.KNOWN), member()
+    credit, ann = Credit(index, {ANN: live(Following(ANN, index))}), member()
     ann.models, ann.adapters = ("m", "tuned"), ("tuned",)
     index.enrol(ANN, model="m")
     whole = tuple(tokenizer.encode(SECRET))[:32]

@@ -13,14 +13,17 @@ Every step is O(1) a block, removals of holders O(their blocks). What a holder h
 to it, and of nothing else.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Final, NamedTuple
 
 from kvherd.core.ids import EngineHash, PrefixHash, Rank, WorkerId
 from kvherd.core.kv.credits import Credits
 from kvherd.core.kv.events import BlocksRemoved, BlocksStored, KvEvent, KvEventBatch, Tier
 from kvherd.core.kv.hashing import PrefixHasher
 from kvherd.core.kv.holding import Holding
+
+_AT_ONCE: Final = 64
+"""Blocks looked up at a time: fewer would cost more by their number, and more are in vain where a prompt is new."""
 
 
 class Holder(NamedTuple):
@@ -82,25 +85,45 @@ class PrefixIndex:
         A holder that lacks the first block is absent from the answer, however many later ones it has: attention can
         reuse a prefix only.
         """
-        found: dict[Holder, int] = {}
-        masks, holders = self._masks, self._holders
+        return {self._holders[bit]: depth for bit, depth in self._ends(chain)}
+
+    def match_workers(self, chain: Sequence[PrefixHash]) -> dict[WorkerId, dict[Rank, int]]:
+        """The same by worker."""
+        found: dict[WorkerId, dict[Rank, int]] = {}
+        for bit, depth in self._ends(chain):
+            worker, rank = self._holders[bit]
+            ranks = found.get(worker)
+            if ranks is None:
+                found[worker] = {rank: depth}
+            else:
+                ranks[rank] = depth
+        return found
+
+    def _ends(self, chain: Sequence[PrefixHash]) -> list[tuple[int, int]]:
+        """The bit of each holder that has the first block, and how many it has."""
+        found: list[tuple[int, int]] = []
+        masks = self._masks
         alive = masks.get(chain[0], 0) if chain else 0
         if not alive:
             return found
-        for depth, name in enumerate(chain):
-            mask = masks.get(name, 0)
-            if mask == alive:  # nobody has ended here, and nobody can begin
+        for begin in range(0, len(chain), _AT_ONCE):
+            piece = list(map(masks.get, chain[begin : begin + _AT_ONCE]))
+            if piece.count(alive) == len(piece):  # nobody ends here, and nobody can begin
                 continue
-            still = alive & mask
-            gone = alive ^ still
-            while gone:
-                bit = gone & -gone
-                found[holders[bit]] = depth
-                gone ^= bit
-            alive = still
-            if not alive:
-                return found
-        found.update(dict.fromkeys(self._of(alive), len(chain)))
+            for at, mask in enumerate(piece):
+                still = alive & (mask or 0)
+                gone = alive ^ still
+                while gone:
+                    bit = gone & -gone
+                    found.append((bit, begin + at))
+                    gone ^= bit
+                alive = still
+                if not alive:
+                    return found
+        while alive:
+            bit = alive & -alive
+            found.append((bit, len(chain)))
+            alive ^= bit
         return found
 
     def cap_copies(self, holder: Holder) -> None:
@@ -136,7 +159,12 @@ class PrefixIndex:
 
     def bigrams(self, worker: WorkerId) -> bool:
         """Whether the blocks of `worker` are of pairs of tokens: its prompts' chains are made with `bigram_keys`."""
-        return True in [holding.bigrams for holding in self._holdings.get(worker, {}).values()]
+        holdings = self._holdings.get(worker)
+        if holdings is not None:
+            for holding in holdings.values():
+                if holding.bigrams:
+                    return True
+        return False
 
     def beyond_device(self, worker: WorkerId) -> bool:
         """Whether `worker` holds anything in another tier, where an engine may find what it has no credit for."""
@@ -157,9 +185,3 @@ class PrefixIndex:
         self._holdings[holder.worker][holder.rank] = holding
         self._holders[bit] = holder
         return holding
-
-    def _of(self, mask: int) -> Iterator[Holder]:
-        while mask:
-            bit = mask & -mask
-            yield self._holders[bit]
-            mask ^= bit

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from hashlib import blake2b
 from math import log
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from kvherd.core.ids import WorkerId
 from kvherd.core.routing.candidate import Ask, Candidate
@@ -12,12 +12,15 @@ Dice = Callable[[], float]
 """Throws a number in 0..1, 1 excluded."""
 
 
-class Costed(NamedTuple):
+class Costed:
     """A candidate, what each scorer charges for it, by name, in seconds, and all of that by its weight."""
 
-    candidate: Candidate
-    costs: tuple[tuple[str, float], ...] = ()
-    total_s: float = 0.0
+    __slots__ = ("candidate", "costs", "total_s")
+
+    def __init__(self, candidate: Candidate, costs: list[tuple[str, float]], total_s: float) -> None:
+        self.candidate = candidate
+        self.costs = costs
+        self.total_s = total_s
 
     @property
     def load(self) -> float:
@@ -32,12 +35,19 @@ class Picker(Protocol):
 
 def best(costed: Sequence[Costed], ask: Ask, dice: Dice) -> Costed:
     """The cheapest; among equals the least loaded, among those chance, by weight."""
-    least_s = min([one.total_s for one in costed])
-    equals = [one for one in costed if one.total_s == least_s]
+    first = costed[0]
+    least_s, equals = first.total_s, [first]
+    for at in range(1, len(costed)):
+        one = costed[at]
+        if one.total_s < least_s:
+            least_s, equals = one.total_s, [one]
+        elif one.total_s == least_s:
+            equals.append(one)
     if len(equals) > 1:
         least = min([one.load for one in equals])
         equals = [one for one in equals if one.load == least]
-    return _by_weight(equals, dice())
+    throw = dice()
+    return equals[0] if len(equals) == 1 else _by_weight(equals, throw)
 
 
 def two_choices(costed: Sequence[Costed], ask: Ask, dice: Dice) -> Costed:

@@ -10,7 +10,7 @@ To add one, write its filters, scorers or picker and give it a line in `_POLICIE
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Final, NamedTuple
+from typing import Final
 
 from kvherd.core.errors import OptionInvalid
 from kvherd.core.routing import filters as rules
@@ -30,18 +30,24 @@ class Weights:
     tau_s: float = 300.0
 
 
-class RuledOut(NamedTuple):
-    candidate: Candidate
-    reason: str
+class RuledOut:
+    __slots__ = ("candidate", "reason")
+
+    def __init__(self, candidate: Candidate, reason: str) -> None:
+        self.candidate = candidate
+        self.reason = reason
 
 
-class Explanation(NamedTuple):
+class Explanation:
     """Every candidate with its costs or the reason why it was none, and the one that was taken."""
 
-    policy: str
-    costed: tuple[Costed, ...]
-    ruled_out: tuple[RuledOut, ...]
-    chosen: Candidate | None
+    __slots__ = ("chosen", "costed", "policy", "ruled_out")
+
+    def __init__(self, policy: str, costed: list[Costed], ruled_out: list[RuledOut], chosen: Candidate | None) -> None:
+        self.policy = policy
+        self.costed = costed
+        self.ruled_out = ruled_out
+        self.chosen = chosen
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,10 +80,14 @@ class Policy:
                     ruled_out.append(RuledOut(candidate, reason))
                     break
             else:
-                costs = tuple([(name, score(candidate, ask)) for name, score in self.scorers])
-                costed.append(Costed(candidate, costs, sum([cost for _, cost in costs]) / candidate.weight))
+                costs, total_s = [], 0.0
+                for name, score in self.scorers:
+                    cost_s = score(candidate, ask)
+                    total_s += cost_s
+                    costs.append((name, cost_s))
+                costed.append(Costed(candidate, costs, total_s / candidate.weight))
         chosen = self.picker(costed, ask, dice).candidate if costed else None
-        return Explanation(self.name, tuple(costed), tuple(ruled_out), chosen)
+        return Explanation(self.name, costed, ruled_out, chosen)
 
 
 def _kv(weights: Weights) -> tuple[Named, ...]:

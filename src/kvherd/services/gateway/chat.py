@@ -9,7 +9,7 @@ error event. What was forwarded is what the client sent.
 import asyncio
 import logging
 import random
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -22,9 +22,10 @@ from kvherd.core.errors import (
     WorkerUnsupported,
 )
 from kvherd.core.fleet.retry_budget import RetryBudget
-from kvherd.core.ids import Rank, RequestId, WorkerId
+from kvherd.core.ids import RequestId, WorkerId
 from kvherd.core.routing.policy import Policy
 from kvherd.ports.completions import Tokenizer
+from kvherd.ports.loop_turn import LoopTurn
 from kvherd.ports.worker import Call, Flight, Landed, Responder, Worker
 from kvherd.services.gateway.access import AccessLog
 from kvherd.services.gateway.audit import Audit
@@ -34,11 +35,12 @@ from kvherd.services.gateway.credit import Credit
 from kvherd.services.gateway.encodings import EncodingCache
 from kvherd.services.gateway.fleet import Fleet
 from kvherd.services.gateway.heal import FullReports, Incomplete
+from kvherd.services.gateway.heeding import heed
 from kvherd.services.gateway.late_binding import LateBinding
 from kvherd.services.gateway.launching import Launched, Path
 from kvherd.services.gateway.long_bodies import LongBodies
 from kvherd.services.gateway.metrics import GatewayMetrics
-from kvherd.services.gateway.patience import TIMEOUT, GivesUp, Patience, Wait, seconds_told
+from kvherd.services.gateway.patience import GivesUp, Patience, Wait
 from kvherd.services.gateway.prompts import LONG_BODY_BYTES, Prompt, is_long, read_prompt, read_prompt_now
 from kvherd.services.gateway.relay.edge import STORED, DataRequest
 from kvherd.services.gateway.settings import Bounds, HealMode
@@ -46,14 +48,12 @@ from kvherd.services.gateway.tries import Tries
 from kvherd.services.gateway.turn import Turn
 from kvherd.services.gateway.usage_samples import UsageSamples
 from kvherd.services.gateway.witness import Witness
-from kvherd.wire.http_heads import Header, KnownHeaders, first
 from kvherd.wire.openai.edits import with_model
-from kvherd.wire.openai.routing import RANK_HEADER, Peek, peek
+from kvherd.wire.openai.routing import Peek, peek
 
 log: Final = logging.getLogger(__name__)
 
 UNTOLD: Final = Peek()
-EXPLAIN: Final = b"x-kvherd-explain"
 
 NAMING_PATHS: Final = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses"})
 """Where engines are told the model, also if the client left out what nobody could mistake."""
@@ -87,6 +87,7 @@ class DataPath(Path):
         access: AccessLog | None = None,
         late: LateBinding | None = None,
         dice: Callable[[], float] = random.random,
+        together: LoopTurn | None = None,
     ) -> None:
         self._config = config = config or PathConfig()
         self._fleet = fleet
@@ -112,6 +113,7 @@ class DataPath(Path):
         self._budget = RetryBudget()
         self._alive: set[RequestId] = set()
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._together = together or LoopTurn()
 
     async def __call__(self, incoming: DataRequest, responder: Responder, keeper: WorkerId | None = None) -> None:
         """`keeper` is the one worker that can answer, for it keeps what is asked for."""
@@ -137,17 +139,33 @@ class DataPath(Path):
         except KvherdError as error:
             self._access.refused(incoming, error)
             raise
+        self._begin(turn)
+        launched = Launched(self, turn, landed)
         if self._policy.remembers_prompts:
-            prompt = read_prompt_now(*self._to_read(turn), conversations=self._conversations)
-            if prompt is None:
-                return None
-            turn.prompt = prompt
-        now_s = self._clock.time() if self._policy.remembers_prompts else turn.began_s
+            self._together.stage(launched)
+            return launched
+        return launched.launch(self._chooser.choose(turn, turn.began_s), turn.began_s)
+
+    def read_now(self, turn: Turn) -> bool:
+        prompt = read_prompt_now(*self._to_read(turn), conversations=self._conversations)
+        if prompt is None:
+            return False
+        turn.prompt = prompt
+        return True
+
+    async def read_and_finish(self, turn: Turn) -> None:
+        try:
+            turn.prompt = await read_prompt(*self._to_read(turn), conversations=self._conversations)
+        except BaseException as error:
+            self.close(turn, error, self.now_s())
+            raise
+        await self.finish(turn)
+
+    def choose_now(self, turn: Turn, now_s: float) -> Choice | None:
         choice = self._chooser.choose(turn, now_s)
         if self._late is not None and choice.explanation and self._late.must_wait(turn, choice.explanation):
             return None
-        self._begin(turn)
-        return Launched(self, turn, landed).launch(choice, now_s)
+        return choice
 
     def _read(self, incoming: DataRequest, responder: Responder, keeper: WorkerId | None) -> Turn:
         """What routing needs of a request, but for its prompt's tokens. Raises a `CallerError` or `NoWorker`."""
@@ -186,7 +204,7 @@ class DataPath(Path):
         prompt = Prompt(incoming.body)
         turn = Turn(incoming, self._unique(incoming.request), asked, model, prompt, Witness(responder), began_s)
         turn.keeper = keeper
-        _heed(turn, incoming.headers)
+        heed(turn, incoming.headers)
         return turn
 
     def _to_read(self, turn: Turn) -> tuple[str, bytes, Peek, Tokenizer | None, EncodingCache]:
@@ -357,35 +375,3 @@ class _Awaited:
         self._turn.gave_up = why
         if self._task is not None:
             self._task.cancel()
-
-
-class _Unheeded:
-    """Noted of a block of headers that says nothing to the gateway itself."""
-
-
-_UNHEEDED: Final = _Unheeded()
-_HEEDED: Final = (EXPLAIN, TIMEOUT, RANK_HEADER)
-
-
-def _heed(turn: Turn, said: Sequence[Header]) -> None:
-    """What the headers say to the gateway itself. Raises `FieldInvalid`."""
-    asked = turn.asked
-    rank = asked.routed_dp_rank if asked.data_parallel_rank is None else asked.data_parallel_rank
-    if type(said) is KnownHeaders and said.written is not None:  # what is its own are a length, a name and a trace
-        block = said.block
-        if block.noted is None and all(block.first(name) is None for name in _HEEDED):
-            block.noted = _UNHEEDED
-        if block.noted is _UNHEEDED:
-            if rank is not None:
-                turn.wanted_rank = Rank(rank)
-            return
-    turn.explain = first(said, EXPLAIN) == b"1"
-    within = first(said, TIMEOUT)
-    if within is not None:
-        within_s = seconds_told(within)
-        turn.ends = turn.began_s + within_s, within_s
-    named = first(said, RANK_HEADER) or b""
-    if named.isdigit() and len(named) < 10:
-        rank = int(named)
-    if rank is not None:
-        turn.wanted_rank = Rank(rank)

@@ -1,25 +1,23 @@
 """How many tokens of a prompt each worker is credited with, and from what that is known."""
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple, TypeAlias
+from collections.abc import Iterable, Sequence
+from typing import Final, NamedTuple
 
 from kvherd.core.fleet.roster import Member
 from kvherd.core.ids import PrefixHash, Rank, RequestId, WorkerId
 from kvherd.core.kv.hashing import PrefixHasher
-from kvherd.core.kv.index import Holder, PrefixIndex
+from kvherd.core.kv.index import PrefixIndex
 from kvherd.core.routing.candidate import KvKnowledge, Place
 from kvherd.core.routing.optimistic import OptimisticBlocks
 from kvherd.core.routing.prefix_memory import PrefixMemory
 from kvherd.services.gateway.prompts import BYTES_PER_TOKEN, TEXT_BLOCK_BYTES, Prompt
+from kvherd.services.gateway.standing import Standing
 
 USUAL_BLOCK = 16
 """Used where a worker does not tell its block size, and only for what is an estimate anyway."""
 
-
-_Alike: TypeAlias = tuple[str, str | None, int, bool]
-"""Model, adapter, block size and whether its blocks are of pairs: what a chain depends on beside the prompt."""
-_Found: TypeAlias = dict[_Alike, dict[WorkerId, dict[Rank, int]]]
-"""Leading blocks of a chain at each rank of each worker that has any."""
+_KNOWN: Final = KvKnowledge.KNOWN
+_UNTOLD: Final = KvKnowledge.UNTOLD
 
 
 class Naming(NamedTuple):
@@ -33,69 +31,100 @@ class Naming(NamedTuple):
 
 class Match:
     """`exact` False: at least so many tokens are held there, and there may be more. `whole`: all of the prompt that can
-    be cached is. No dataclass, as one is made for every worker at every request.
+    be cached is. `chain` names the prompt's blocks as that worker's are named, None where none was looked up; the
+    first `held` of them are known to be there. No dataclass, as one is made for every worker at every request.
     """
 
-    __slots__ = ("exact", "kv", "tokens", "whole")
+    __slots__ = ("chain", "exact", "held", "kv", "tokens", "whole")
 
-    def __init__(
-        self, tokens: int = 0, kv: KvKnowledge = KvKnowledge.UNTOLD, *, exact: bool = True, whole: bool = False
+    def __init__(  # noqa: PLR0917
+        self,
+        tokens: int = 0,
+        kv: KvKnowledge = KvKnowledge.UNTOLD,
+        exact: bool = True,
+        whole: bool = False,
+        chain: Sequence[PrefixHash] | None = None,
+        held: int = 0,
     ) -> None:
         self.tokens = tokens
         self.kv = kv
         self.exact = exact
         self.whole = whole
+        self.chain = chain
+        self.held = held
 
 
 NO_MATCH = Match()
 
 
+class _Named:
+    """A prompt's blocks as some workers' are named, and how many leading ones each rank of each worker has."""
+
+    __slots__ = ("bigrams", "block_size", "chain", "holders", "lora", "model")
+
+    def __init__(  # noqa: PLR0917
+        self,
+        model: str,
+        block_size: int,
+        lora: str | None,
+        bigrams: bool,
+        chain: Sequence[PrefixHash],
+        holders: dict[WorkerId, dict[Rank, int]],
+    ) -> None:
+        self.model = model
+        self.block_size = block_size
+        self.lora = lora
+        self.bigrams = bigrams
+        self.chain = chain
+        self.holders = holders
+
+
 class Credit:
     """Joins the index, the blocks on their way, and the memory of what was sent to workers that tell nothing."""
 
-    def __init__(
-        self,
-        index: PrefixIndex,
-        knowledge: Callable[[WorkerId], KvKnowledge],
-        incomplete: Callable[[WorkerId], bool] = lambda _: False,
-    ) -> None:
-        """`incomplete` says whether a worker may hold blocks that nobody told of."""
+    def __init__(self, index: PrefixIndex, standings: dict[WorkerId, Standing]) -> None:
+        """`standings` are of the workers whose events are followed, now and later."""
         self._index = index
-        self._knowledge = knowledge
-        self._incomplete = incomplete
+        self._standings = standings
         self._coming = OptimisticBlocks()
         self._memory = PrefixMemory()
 
     def matches(self, prompt: Prompt, members: Iterable[Member]) -> dict[Place, Match]:
         """For every target of each member."""
-        found: _Found = {}
+        named: list[_Named] = []
         matches: dict[Place, Match] = {}
         for member in members:
-            kv = self._known(prompt, member)
-            for rank in member.targets:
-                if kv is KvKnowledge.KNOWN:
-                    match = self._match(prompt, member, rank, found)
-                elif kv is KvKnowledge.UNTOLD:
-                    match = self._estimate(prompt, member, rank)
-                else:
-                    match = Match(0, kv)
-                matches[member.worker, rank] = match
+            worker, kv = member.worker, self._known(prompt, member)
+            if kv is _KNOWN:
+                one = self._named(prompt, member, named)
+                ranks, complete = one.holders.get(worker), self._complete(worker)
+                for rank in member.targets:
+                    matches[worker, rank] = self._match(prompt, member, rank, one, ranks, complete)
+            elif kv is _UNTOLD:
+                for rank in member.targets:
+                    matches[worker, rank] = self._estimate(prompt, member, rank)
+            else:
+                for rank in member.targets:
+                    matches[worker, rank] = Match(0, kv)
         return matches
 
-    def sent(self, request: RequestId, prompt: Prompt, member: Member, rank: Rank | None = None) -> None:
-        """The request is on its way to that worker, and to this rank of it if one was named."""
-        place = member.worker, rank
-        if self._known(prompt, member) is KvKnowledge.UNTOLD:
-            self._memory.sent(place, self._estimated_chain(prompt, member))
+    def sent(self, request: RequestId, prompt: Prompt, member: Member, rank: Rank | None, match: Match) -> None:
+        """The request is on its way to that worker, which `match` is of, and to this rank of it if one was named."""
+        place, chain, kv = (member.worker, rank), match.chain, match.kv
+        if chain is None:
+            kv = self._known(prompt, member)
+            chain = self._estimated_chain(prompt, member) if kv is _UNTOLD else self._chain(prompt, member)
+        if kv is _UNTOLD:
+            self._memory.sent(place, chain)
         else:
-            self._coming.hold(request, place, self._chain(prompt, member))
+            self._coming.hold(request, place, chain, match.held)
 
     def naming(self, prompt: Prompt, members: Iterable[Member]) -> list[Naming]:
         """What of the prompt will be named to match it with these workers."""
         namings = []
         for member in members:
             size, lora, model = member.index_block_size, _adapter(prompt, member), _namespace(member)
-            if self._known(prompt, member) is KvKnowledge.UNTOLD:
+            if self._known(prompt, member) is _UNTOLD:
                 told = prompt.token_ids is not None and member.tokenizes_alike(prompt.classes)
                 namings.append(Naming(model, (size or USUAL_BLOCK) if told else 0, lora, bigrams=False))
             elif size:
@@ -114,33 +143,49 @@ class Credit:
         self._memory.forget(worker)
 
     def _estimate(self, prompt: Prompt, member: Member, rank: Rank | None) -> Match:
-        blocks = self._memory.match((member.worker, rank), self._estimated_chain(prompt, member))
-        return Match(blocks * self._estimated_block_tokens(prompt, member))
+        chain = self._estimated_chain(prompt, member)
+        blocks = self._memory.match((member.worker, rank), chain)
+        return Match(blocks * self._estimated_block_tokens(prompt, member), chain=chain)
 
-    def _match(self, prompt: Prompt, member: Member, rank: Rank | None, found: _Found) -> Match:
-        worker, size = member.worker, member.index_block_size
-        paired = self._index.bigrams(worker)
-        # these share the prompt's chain, and one look-up
-        alike = model, lora, _, _ = _namespace(member), _adapter(prompt, member), size, paired
-        chain = prompt.chain(self._index.hasher, model, size, lora=lora, bigrams=paired)
-        holders = found.get(alike)
-        if holders is None:
-            holders = found[alike] = _by_worker(self._index.match(chain))
-        least, most = _held(holders.get(worker), member, rank)
-        held = self._coming.extend((worker, rank), chain, least)
+    def _named(self, prompt: Prompt, member: Member, named: list[_Named]) -> _Named:
+        """Those whose blocks are named alike share the prompt's chain, and one look-up."""
+        model, lora = _namespace(member), _adapter(prompt, member)
+        block_size, bigrams = member.index_block_size, self._index.bigrams(member.worker)
+        for one in named:
+            if one.block_size == block_size and one.model == model and one.lora == lora and one.bigrams == bigrams:
+                return one
+        chain = prompt.chain(self._index.hasher, model, block_size, lora=lora, bigrams=bigrams)
+        one = _Named(model, block_size, lora, bigrams, chain, self._index.match_workers(chain))
+        named.append(one)
+        return one
+
+    def _match(  # noqa: PLR0917
+        self,
+        prompt: Prompt,
+        member: Member,
+        rank: Rank | None,
+        one: _Named,
+        ranks: dict[Rank, int] | None,
+        complete: bool,
+    ) -> Match:
+        size, chain = one.block_size, one.chain
+        least, most = _held(ranks, member, rank)
+        held = self._coming.extend((member.worker, rank), chain, least)
         # The last token is always computed: its logits are the answer's first. It makes no pair either.
-        cacheable = (prompt.tokens - 1 - paired) // size if size else 0
-        return Match(
-            max(0, min(held, cacheable)) * size,
-            KvKnowledge.KNOWN,
-            exact=least == most and not self._incomplete(worker),
-            whole=held >= cacheable,
-        )
+        cacheable = (prompt.tokens - 1 - one.bigrams) // size if size else 0
+        credited = min(cacheable, held)
+        exact = complete and least == most
+        return Match(credited * size if credited > 0 else 0, _KNOWN, exact, held >= cacheable, chain, least)
+
+    def _complete(self, worker: WorkerId) -> bool:
+        """Whether the worker holds no block that nobody told of."""
+        standing = self._standings.get(worker)
+        return standing is None or not (standing.incomplete or standing.settling)
 
     def _known(self, prompt: Prompt, member: Member) -> KvKnowledge:
         """What is known of the worker's cache, as far as it speaks of this prompt: of other tokens it tells nothing."""
-        alike = member.tokenizes_alike(prompt.classes)
-        return self._knowledge(member.worker) if alike else KvKnowledge.UNTOLD
+        standing = self._standings.get(member.worker)
+        return standing.knowledge if standing is not None and member.tokenizes_alike(prompt.classes) else _UNTOLD
 
     def _chain(self, prompt: Prompt, member: Member) -> Sequence[PrefixHash]:
         bigrams = self._index.bigrams(member.worker)
@@ -157,13 +202,6 @@ class Credit:
         if prompt.token_ids is None or not member.tokenizes_alike(prompt.classes):
             return TEXT_BLOCK_BYTES // BYTES_PER_TOKEN
         return member.index_block_size or USUAL_BLOCK
-
-
-def _by_worker(found: dict[Holder, int]) -> dict[WorkerId, dict[Rank, int]]:
-    workers: dict[WorkerId, dict[Rank, int]] = {}
-    for (worker, rank), blocks in found.items():
-        workers.setdefault(worker, {})[rank] = blocks
-    return workers
 
 
 def _held(ranks: dict[Rank, int] | None, member: Member, rank: Rank | None) -> tuple[int, int]:

@@ -6,7 +6,6 @@ takes the credit away at once, until the state was told again. A wrong index is 
 
 import asyncio
 import logging
-import math
 import random
 import time
 from collections.abc import Callable, Coroutine, Sequence
@@ -24,9 +23,9 @@ from kvherd.core.kv.lag import Lag
 from kvherd.core.kv.reactions import BackOff, FollowState, Pause, reaction_to
 from kvherd.core.kv.stream import KvStreamError, StreamBroken
 from kvherd.core.kv.watch import Watch
-from kvherd.core.routing.candidate import KvKnowledge
 from kvherd.ports.kv_feed import KvFeed, Subscribed
 from kvherd.services.gateway.follow_stream import Following, Gap
+from kvherd.services.gateway.standing import Standing
 from kvherd.wire.fleet_json import KvView
 
 log = logging.getLogger(__name__)
@@ -72,6 +71,8 @@ class Followers:
         self._clock = clock or (lambda: asyncio.get_running_loop().time())
         self._wall = wall
         self._followers: dict[WorkerId, _Follower] = {}
+        self.standings: dict[WorkerId, Standing] = {}
+        """Of every worker that is followed."""
         self._tasks: dict[WorkerId, asyncio.Task[None]] = {}
         self._group = asyncio.TaskGroup()
 
@@ -93,6 +94,7 @@ class Followers:
         following = Following(worker, self.index, FlushBarrier(self._options.skew_s))
         follower = _Follower(following, feed, self._options, dice=self._dice, clock=self._clock, wall=self._wall)
         self._followers[worker] = follower
+        self.standings[worker] = follower.standing
         self._tasks[worker] = self._group.create_task(follower.run(), name=f"follow {worker}")
 
     def returned(self, worker: WorkerId) -> None:
@@ -113,45 +115,22 @@ class Followers:
         """Forget the worker and all that it holds, at once; one that is not followed is ignored."""
         if worker in self._followers:
             self._tasks.pop(worker).cancel()
-            del self._followers[worker]
+            del self._followers[worker], self.standings[worker]
             self.index.drop(worker)
 
     def state(self, worker: WorkerId) -> FollowState:
         """A worker that is not followed is `UNSUPPORTED`."""
         follower = self._followers.get(worker)
-        return FollowState.UNSUPPORTED if follower is None else follower.state
+        return FollowState.UNSUPPORTED if follower is None else follower.standing.state
 
     def credit(self, worker: WorkerId) -> bool:
         """Whether what the index says of this worker may be believed."""
         return self.state(worker) is FollowState.LIVE
 
-    def knowledge(self, worker: WorkerId) -> KvKnowledge:
-        """The same, as routing puts it."""
-        follower = self._followers.get(worker)
-        if follower is None:
-            return KvKnowledge.UNTOLD
-        if follower.live:  # nearly always, and asked for every worker at every request
-            return KvKnowledge.KNOWN
-        match follower.state:
-            case FollowState.UNSUPPORTED:
-                return KvKnowledge.UNTOLD
-            case FollowState.LIVE:
-                return KvKnowledge.KNOWN
-            case _:
-                return KvKnowledge.QUARANTINED
-
     def incomplete(self, worker: WorkerId) -> bool:
         """Whether this worker may hold blocks that nobody told of: what is believed is true, and may lack some."""
         follower = self._followers.get(worker)
         return follower is not None and follower.following.incomplete
-
-    def settling(self, worker: WorkerId) -> bool:
-        """Whether its epoch has just begun here: that something happened before it may not be known yet."""
-        follower = self._followers.get(worker)
-        if follower is None or follower.settled:
-            return False
-        follower.settled = self._clock() - follower.accepted_s >= self._options.settle_s
-        return not follower.settled
 
     def beyond_device(self, worker: WorkerId) -> bool:
         """Whether it holds anything in another tier than the device's."""
@@ -165,7 +144,7 @@ class Followers:
         if follower is None:
             return KvView("unfollowed")
         return KvView(
-            follower.state.value,
+            follower.standing.state.value,
             self.index.worker_blocks(worker),
             follower.following.epoch,
             follower.reason,
@@ -189,7 +168,7 @@ class Followers:
         follower = self._followers.get(worker)
         if follower is not None:
             follower.watches[id(watch)] = watch
-            if follower.broken:
+            if follower.standing.broken_s is not None:
                 watch.happened("connection lost")
         return watch
 
@@ -226,9 +205,7 @@ class _Follower:
         self.following = following
         self.reason = ""
         self.lag = Lag()
-        self.accepted_s = -math.inf
-        self.settled = False
-        """It is known to be long enough since `accepted_s`."""
+        self.standing = Standing(following, clock, grace_s=options.grace_s, settle_s=options.settle_s)
         self.watches: dict[int, Watch] = {}
         self._feed = feed
         self._options = options
@@ -236,29 +213,10 @@ class _Follower:
         self._clock = clock
         self._wall = wall
         self._back_off = BackOff(options.first_pause_s, options.most_pause_s)
-        self._state = FollowState.SUBSCRIBING
-        self._broken_s: float | None = None
         self._progress = False
         self._rebuilding = False
         self._interrupted = False
         self._busy: asyncio.Task[None] | None = None
-
-    @property
-    def state(self) -> FollowState:
-        """What outlived its connection for too long is quarantined by the clock alone."""
-        if self._broken_s is not None and self._clock() - self._broken_s >= self._options.grace_s:
-            return FollowState.QUARANTINED
-        return self._state
-
-    @property
-    def live(self) -> bool:
-        """Its stream is there, and what is known is believed."""
-        return self._state is FollowState.LIVE and self._broken_s is None
-
-    @property
-    def broken(self) -> bool:
-        """The connection is gone, whether or not what is known is still believed."""
-        return self._broken_s is not None
 
     def happened(self, what: str) -> None:
         for watch in self.watches.values():
@@ -266,7 +224,7 @@ class _Follower:
 
     def start_over(self) -> None:
         """What is known may be another process's: no credit until a subscription tells. Cursors are kept for it."""
-        self._state, self._broken_s = FollowState.SUBSCRIBING, None
+        self.standing.take(FollowState.SUBSCRIBING)
         self.happened("connection lost")
         self._back_off.succeeded()
         self._interrupt()
@@ -331,7 +289,7 @@ class _Follower:
             if not isinstance(first, Subscribed):
                 raise TypeError("a feed yields Subscribed first")
             if first.epoch != following.epoch:
-                self.accepted_s, self.settled = self._clock(), False
+                self.standing.accepted()
             following.accepted(first.epoch)
             self._settle()
             async for item in items:
@@ -354,8 +312,7 @@ class _Follower:
 
     def _settle(self) -> None:
         """Live, unless a snapshot is under way."""
-        self._state = FollowState.LIVE if self.following.whole else FollowState.REPLAYING
-        self._broken_s = None
+        self.standing.take(FollowState.LIVE if self.following.whole else FollowState.REPLAYING)
         if self._progress and self.following.whole:
             self._back_off.succeeded()
             self.reason = ""
@@ -377,20 +334,21 @@ class _Follower:
             return 0.0
         pause_s = self._back_off.pause_s(self._dice())
         # While credit stands on trust alone, whoever answers there may be another process already: ask often.
-        return min(pause_s, self._options.trust_pause_s) if self.state is FollowState.LIVE else pause_s
+        return min(pause_s, self._options.trust_pause_s) if self.standing.state is FollowState.LIVE else pause_s
 
     def _keep(self, error: KvStreamError) -> None:
         """What is known may still be true: resume from it. Credit stays for a while if nothing is known to be amiss."""
-        self.reason = str(error)
+        self.reason, standing = str(error), self.standing
         self.happened("connection lost")
         if isinstance(error, Gap):
-            self._state, self._broken_s = FollowState.REPLAYING, None
-        elif self._state is FollowState.LIVE:
-            self._broken_s = self._clock() if self._broken_s is None else self._broken_s
-        elif self._state is not FollowState.SUBSCRIBING:
-            self._state = FollowState.QUARANTINED
+            standing.take(FollowState.REPLAYING)
+        elif standing.told is FollowState.LIVE:
+            standing.broken_s = self._clock() if standing.broken_s is None else standing.broken_s
+        elif standing.told is not FollowState.SUBSCRIBING:
+            standing.told = FollowState.QUARANTINED
 
     def _forget(self, state: FollowState, reason: str) -> None:
         self.following.forget()
         self.happened("cleared")
-        self._state, self._broken_s, self.reason = state, None, reason
+        self.standing.take(state)
+        self.reason = reason

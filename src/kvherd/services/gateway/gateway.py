@@ -139,11 +139,7 @@ class Gateway:
         followers = await self._followers(index).__aenter__()
         # Not entered on the stack: given an error, a task group would wrap it, and a port in use would be a group.
         stack.push_async_callback(followers.__aexit__, None, None, None)
-        credit = Credit(
-            index,
-            followers.knowledge,
-            lambda worker: followers.incomplete(worker) or followers.settling(worker),
-        )
+        credit = Credit(index, followers.standings)
         fleet = await stack.enter_async_context(
             Fleet(
                 worker_factory=self._worker_factory,
@@ -194,6 +190,7 @@ class Gateway:
             config=config.path,
             access=access,
             late=late,
+            together=self._turn,
         )
         app = build_app(console, policy=config.policy)
         certificates = CertificateWatch(

@@ -55,7 +55,7 @@ class FullReports:
         if len(body) >= LONG_CHAT_BYTES:  # each try to edit it reads all of it, and there are many short ones
             return None
         match = turn.match
-        if match.kv is not KvKnowledge.KNOWN or match.whole or not self._incomplete(member.worker):
+        if match.exact or match.kv is not KvKnowledge.KNOWN or match.whole or not self._incomplete(member.worker):
             return None
         asking = with_full_report(body, turn.asked)
         if asking is not None:

@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Coroutine
 from typing import Any
 
 from kvherd.core.errors import KvherdError, WorkerError
+from kvherd.ports.loop_turn import Staged
 from kvherd.ports.worker import Call, Flight, Landed, Responder, Worker
 from kvherd.services.gateway.choosing import Choice
 from kvherd.services.gateway.passage import hand_over
@@ -43,28 +44,77 @@ class Path:
     async def finish(self, turn: Turn, answer: Awaitable[None] | None = None) -> None:
         raise NotImplementedError
 
+    def read_now(self, turn: Turn) -> bool:
+        raise NotImplementedError
 
-class Launched:
+    async def read_and_finish(self, turn: Turn) -> None:
+        raise NotImplementedError
+
+    def choose_now(self, turn: Turn, now_s: float) -> Choice | None:
+        raise NotImplementedError
+
+
+class Launched(Staged):
     """A `Flight`."""
 
-    __slots__ = ("_flight", "_landed", "_path", "_starting", "_turn", "_wait")
+    __slots__ = ("_begun", "_flight", "_landed", "_over", "_path", "_starting", "_turn", "_wait")
 
     def __init__(self, path: Path, turn: Turn, landed: Landed) -> None:
         self._path = path
         self._turn = turn
         self._landed = landed
         self._flight: Flight | None = None
+        self._begun = self._over = False
         self._wait: Wait | None = None
         self._starting: tuple[asyncio.Handle, Coroutine[Any, Any, None]] | None = None
+
+    def prepare(self) -> None:
+        """Read its prompt."""
+        if self._over:
+            return
+        path, turn = self._path, self._turn
+        try:
+            if not path.read_now(turn):
+                self._over = True
+                hand_over(self._landed, path.read_and_finish(turn), self._abandoned)
+        except Exception as error:  # noqa: BLE001 - the edge of the process, as for a task
+            self._fail(error)
+
+    def proceed(self) -> None:
+        """Choose who is to serve it, and send it there."""
+        if self._over:
+            return
+        path, turn = self._path, self._turn
+        now_s = path.now_s()
+        try:
+            choice = path.choose_now(turn, now_s)
+            if choice is None:
+                self._over = True
+                hand_over(self._landed, path.finish(turn), self._abandoned)
+                return
+        except Exception as error:  # noqa: BLE001 - the edge of the process, as for a task
+            self._fail(error)
+            return
+        try:
+            self.launch(choice, now_s)
+        except Exception as error:  # noqa: BLE001 - the edge of the process, as for a task
+            self._over = True
+            self._landed(error)
+
+    def _fail(self, error: Exception) -> None:
+        self._over = True
+        self._path.close(self._turn, error, self._path.now_s())
+        self._landed(error)
 
     def launch(self, choice: Choice, now_s: float) -> Flight:
         """Raises a `KvherdError` if nobody serves it."""
         path, turn = self._path, self._turn
         try:
             worker, call, responder = path.begin_try(turn, choice, now_s)
-        except KvherdError as error:
+        except BaseException as error:
             path.close(turn, error, path.now_s())
             raise
+        self._begun = True
         try:
             self._flight = worker.launch(call, responder, self.landed)
         except BaseException as error:
@@ -81,6 +131,10 @@ class Launched:
 
     def cancel(self) -> None:
         left = asyncio.CancelledError()
+        self._over = True
+        if not self._begun:
+            self._path.close(self._turn, left, self._path.now_s())
+            return
         if self._starting is not None:
             handle, answer = self._starting
             handle.cancel()

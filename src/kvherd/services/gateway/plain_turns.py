@@ -4,7 +4,7 @@ stands around it is rendered once for each role, and not again for each message.
 
 import re
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from secrets import token_hex
 from typing import Any, Final, NamedTuple
 
@@ -61,7 +61,8 @@ def plain_turn(tokenizer: Tokenizer, call: ChatCall) -> PlainTurn | None:
 
 class LastAsked:
     """All that a prompt is made of but the text of its last message, which is plain: `tokens` of what stands before the
-    last cut in front of it, `lead` between that cut and the text, and `behind` the text, from a cut on.
+    last cut in front of it, `lead` between that cut and the text, and `behind` the text, from a cut on. Cuts are right
+    for any text without one of `firsts`, where special tokens begin; None: of no text that can be said in advance.
     """
 
     __slots__ = (
@@ -70,6 +71,7 @@ class LastAsked:
         "_behind",
         "_behind_ids",
         "_behind_starts",
+        "_firsts",
         "_lead",
         "_stripped",
         "_tokens",
@@ -84,6 +86,7 @@ class LastAsked:
         behind: str,
         behind_ids: Sequence[int],
         behind_starts: list[int],
+        firsts: list[str] | None,
         after_chars: int,
         stripped: bool,
         classes: tuple[PromptClass, ...],
@@ -94,6 +97,7 @@ class LastAsked:
         self._behind = behind
         self._behind_ids = list(behind_ids)
         self._behind_starts = behind_starts
+        self._firsts = firsts
         self._after_chars = after_chars
         self._stripped = stripped
         self.classes = classes
@@ -103,16 +107,21 @@ class LastAsked:
         """The tokens of a prompt that ends with this text; None if that has to be looked at closely."""
         if not content or content.isspace():
             return None
-        special = encodings.special(tokenizer)
-        if special.search(content) is not None:
-            return None
         begun = self._lead + (content.strip() if self._stripped else content)
         text = begun + self._behind
-        if starts_in(special, text) != self.starts(len(begun)):
-            return None
+        if not self._plainly_cut(content):
+            special = encodings.special(tokenizer)
+            if special.search(content) is not None or starts_in(special, text) != self.starts(len(begun)):
+                return None
         tokenizer.check_length(text, after_chars=self._after_chars)
         encoded = encodings.encode_segment(tokenizer, begun)
         return None if encoded is None else self._tokens + array("I", encoded + self._behind_ids)
+
+    def _plainly_cut(self, content: str) -> bool:
+        """Whether no special token can begin in it, nor in front of it and end there."""
+        if self._firsts is None:
+            return False
+        return all(first not in content for first in self._firsts)
 
     def starts(self, length: int) -> list[int]:
         """Where special tokens have to begin for its cuts to be right."""
@@ -153,8 +162,17 @@ def last_asked(
         behind=behind,
         behind_ids=behind_ids,
         behind_starts=behind_starts,
+        firsts=_firsts(tokenizer.special_tokens, lead),
         after_chars=chars + cut,
         stripped=turn.stripped,
         classes=classes,
         tokens=tokens + array("I", led),
     )
+
+
+def _firsts(special_tokens: Iterable[str], lead: str) -> list[str] | None:
+    """The characters that special tokens begin with; None if what stands at the end of `lead` may become one."""
+    for token in special_tokens:
+        if any(lead.endswith(token[:length]) for length in range(1, len(token))):
+            return None
+    return sorted({token[0] for token in special_tokens if token})

@@ -74,7 +74,7 @@ class Tries:
             turn.trial = self._audit.begin(member, turn.match, prompt_tokens=tokens, alone=alone)
         call, responder = self._edited(turn, member)
         if self._credit is not None:
-            self._credit.sent(turn.request, prompt, member, turn.rank)
+            self._credit.sent(turn.request, prompt, member, turn.rank, turn.match)
         return call, responder
 
     def end(self, turn: Turn, error: BaseException | None, now_s: float) -> None:
