@@ -44,7 +44,7 @@ def follow(stock: tuple[StockServer, Start], *options: str) -> GatewayProcess:
 
 def test_an_idle_flush_ends_what_is_not_known(stock: tuple[StockServer, Start]) -> None:
     gateway = follow(stock, "--heal", "flush")
-    gateway.process.wait_for(lambda: kv_of(gateway)["healings"] == 1, within_s=20, what="it is flushed")
+    gateway.process.wait_for(lambda: kv_of(gateway)["healings"] == 1, within_s=60, what="it is flushed")
     first, _ = chat(gateway, HELLO)
     assert (first.predicted, first.reported) == (0, 0)
     wait_until(lambda: kv_of(gateway)["complete"] is True, within_s=5, what="nothing is unknown any more")
