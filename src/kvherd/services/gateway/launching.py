@@ -45,17 +45,22 @@ class Path:
         raise NotImplementedError
 
     def read_now(self, turn: Turn) -> bool:
+        """Read its prompt; False where that takes a thread."""
         raise NotImplementedError
 
     async def read_and_finish(self, turn: Turn) -> None:
+        """The same in a thread, and see it through."""
         raise NotImplementedError
 
     def choose_now(self, turn: Turn, now_s: float) -> Choice | None:
+        """Whose turn it is to serve it; None where it has to wait for a worker."""
         raise NotImplementedError
 
 
 class Launched(Staged):
-    """A `Flight`."""
+    """A `Flight`. One that is staged is given its prompt and its worker at the end of the turn that launched it;
+    whatever then goes wrong, it lands with that.
+    """
 
     __slots__ = ("_begun", "_flight", "_landed", "_over", "_path", "_starting", "_turn", "_wait")
 
