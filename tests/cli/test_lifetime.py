@@ -11,7 +11,7 @@ import pytest
 
 pytestmark = pytest.mark.engine
 
-IGNORING = "import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN)\n"
+HANGING_UP = "import signal; signal.signal(signal.SIGHUP, signal.%s)\n"
 PROGRAM = """
 import asyncio, sys
 from kvherd.cli.lifetime import until_stopped
@@ -35,9 +35,9 @@ print("done", flush=True)
 
 
 def start(mode: str, stdin: int = subprocess.PIPE, *, ignoring: str = "") -> "subprocess.Popen[str]":
-    """With `ignoring` it is begun as by nohup."""
+    """With `ignoring` it is begun as by nohup, and otherwise not, even where these tests are."""
     return subprocess.Popen(
-        [sys.executable, "-c", IGNORING * bool(ignoring) + PROGRAM, mode],
+        [sys.executable, "-c", HANGING_UP % ("SIG_IGN" if ignoring else "SIG_DFL") + PROGRAM, mode],
         stdin=stdin,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
