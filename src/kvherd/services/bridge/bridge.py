@@ -14,6 +14,7 @@ from kvherd.core.errors import PortInUse, WorkerError
 from kvherd.ports.tls import ServerTls
 from kvherd.ports.worker import WorkerFacts
 from kvherd.services.bridge.engine_doors import ANSWER_S
+from kvherd.services.grpc_start import start_or_leave_none
 from kvherd.services.kv_relay.grpc_edge import CONNECTION_OPTIONS
 from kvherd.services.tls.grpc_credentials import server_credentials
 from kvherd.services.tls.handshakes import Handshakes
@@ -94,7 +95,7 @@ class Bridge:
         except RuntimeError:
             await self._server.stop(0)
             raise PortInUse(self._config.port, "--listen") from None
-        await self._server.start()
+        await start_or_leave_none(self._server)
         return self
 
     async def __aexit__(

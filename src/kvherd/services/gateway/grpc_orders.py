@@ -16,6 +16,7 @@ from kvherd.core.errors import KvherdError
 from kvherd.ports.tls import ServerTls
 from kvherd.services.gateway.caller import caller
 from kvherd.services.gateway.console import Console
+from kvherd.services.grpc_start import start_or_leave_none
 from kvherd.services.tls.grpc_credentials import server_credentials
 from kvherd.wire.gateway_pb import flush_response, worker_message
 from kvherd.wire.proto import kvherd_gateway_v1_pb2 as pb
@@ -96,9 +97,9 @@ class GrpcOrders:
         except RuntimeError as error:
             await self._server.stop(0)
             raise OSError(f"no port for gRPC on {LOOPBACK}: {error}") from None
-        await self._server.start()
         for name in ("", _SERVICE):
             await self._health.set(name, health_pb2.HealthCheckResponse.SERVING)
+        await start_or_leave_none(self._server)
         return self
 
     async def __aexit__(

@@ -10,6 +10,7 @@ from grpc_reflection.v1alpha import reflection
 from smg_grpc_proto.generated import sglang_scheduler_pb2, sglang_scheduler_pb2_grpc
 
 from kvherd.core.errors import PortInUse
+from kvherd.services.grpc_start import start_or_leave_none
 from kvherd.services.kv_relay.grpc_edge import CONNECTION_OPTIONS
 from kvherd.services.servicer.config import ServicerConfig
 from kvherd.services.servicer.grpc_service import SglangService
@@ -51,7 +52,7 @@ async def grpc_server(config: ServicerConfig, service: SglangService, status: He
         raise PortInUse(config.port, "--port") from None
     if bound != config.port:
         raise PortInUse(config.port, "--port")
-    await server.start()
+    await start_or_leave_none(server)
     try:
         yield
     finally:
