@@ -161,6 +161,24 @@ async def test_a_full_pool_makes_requests_wait_and_a_waiter_may_leave() -> None:
         assert len(server.requests) == 19
 
 
+async def test_a_worker_is_asked_how_it_is_however_many_requests_hold_its_connections() -> None:
+    """Else it would be found to be down, and stay so, for as long as it is busy."""
+
+    async def hold(request: RawRequest, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if request.method == "POST":
+            await reader.read(1)
+        writer.write(json_answer(b"{}"))
+
+    async with RawServer(hold) as server:
+        pool = HttpPool("127.0.0.1", server.port, max_connections=1)
+        async with worker_at(server.url, pool=pool) as worker, asyncio.TaskGroup() as group:
+            stream = group.create_task(worker.forward(call(), FakeResponder()))
+            await until(lambda: len(server.requests) == 1, "its only connection is in use")
+            async with asyncio.timeout(30):
+                await worker.probe()
+            stream.cancel()
+
+
 async def test_a_client_that_leaves_as_its_answer_ends_takes_nobody_else_s_connection_along() -> None:
     """The connection is the next request's before the task of the one that was left learns of it."""
     loop = asyncio.get_running_loop()

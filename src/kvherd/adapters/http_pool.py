@@ -17,6 +17,10 @@ from kvherd.adapters.http_connection import (
 from kvherd.adapters.tls import ClientTls, connected, why_untrusted
 from kvherd.ports.loop_turn import LoopTurn
 
+PORTS: Final = 65_536
+"""More connections to one address there cannot be. How many requests are under way is bounded where they are let in: a
+second bound here would keep those waiting, unseen, for which a worker was chosen."""
+
 _ROUNDS: Final = 4  # each wakes the process up, for each pool
 
 
@@ -32,7 +36,7 @@ class HttpPool:
         port: int,
         *,
         tls: ClientTls | None = None,
-        max_connections: int = 1024,
+        max_connections: int = PORTS,
         idle_s: float = 4.0,
         connect_timeout_s: float = 5.0,
         turn: LoopTurn | None = None,
