@@ -555,6 +555,21 @@ async def test_a_worker_that_accepts_and_is_down_is_replaced_long_before_its_tim
         assert not it.member(ANN).in_flight
 
 
+async def test_why_a_worker_is_down_stays_what_it_was_however_many_requests_find_it_so() -> None:
+    """Each is told why, and what it is told says nothing new of the worker."""
+    async with herd(fake(ANN, first_byte_s=9000.0)) as it:
+
+        async def stop() -> None:
+            await asyncio.sleep(1.0)
+            it.workers[ANN].fails = WorkerFailed(ANN, "out of memory")
+
+        stopping = asyncio.ensure_future(stop())
+        told = await asyncio.gather(*(it.ask() for _ in range(20)), return_exceptions=True)
+        await stopping
+        assert {str(one).count("it gave no byte of an answer for 15 s") for one in told} == {1}
+        assert it.member(ANN).reason == "failed: out of memory"
+
+
 async def test_a_worker_that_is_slow_and_well_is_waited_for() -> None:
     async with herd(fake(ANN, first_byte_s=500.0), fake(BOB)) as it:
         it.store(ANN, "hello world hello world")

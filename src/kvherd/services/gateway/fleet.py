@@ -230,7 +230,8 @@ class Fleet:
         """A request there failed: a passive sign. The worker is probed at once to be sure."""
         member.failures_total += 1
         member.breaker.failed(request, self.now_s(), self._dice())
-        self._failed(member, error)
+        if not member.health.down:  # else it may say no more than why that is, of which the next one would speak again
+            self._failed(member, error)
         if member.worker in self._wakes:
             self._wakes[member.worker].set()
 
