@@ -1,13 +1,17 @@
-"""A start of a gRPC server that is cancelled, at whichever turn of the loop, leaves no server. Real sockets."""
+"""A gRPC server whose start or stop is cancelled, at whichever turn of the loop, is none afterwards. Real sockets."""
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
+from itertools import count
 
+import grpc
 import grpc.aio
 import pytest
 
-from kvherd.services.grpc_start import start_or_leave_none
+from kvherd.services.grpc_start import start_or_leave_none, stop_within
+from kvherd.testing.interrupted import interrupted
+from kvherd.testing.patience import until
 from kvherd.testing.processes import can_bind, free_ports
 
 pytestmark = pytest.mark.net
@@ -25,7 +29,7 @@ def server_on(port: int) -> grpc.aio.Server:
 @asynccontextmanager
 async def no_task_left() -> AsyncIterator[None]:
     yield
-    assert asyncio.all_tasks() == {asyncio.current_task()}
+    await until(lambda: asyncio.all_tasks() == {asyncio.current_task()})  # gRPC's own may need a turn more
 
 
 async def turns(count: int) -> None:
@@ -70,3 +74,52 @@ async def test_a_start_cancelled_again_while_it_gives_up_leaves_no_more(between:
         await asyncio.wait([start])
         assert start.cancelled()
         assert can_bind(port)
+
+
+class Silent(grpc.GenericRpcHandler):  # type: ignore[misc] # grpc has no types
+    """Takes every call and answers none; `ended` is set when the last one has ended here."""
+
+    def __init__(self) -> None:
+        self.begun = asyncio.Event()
+        self.ended = asyncio.Event()
+
+    def service(self, handler_call_details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler:
+        return grpc.unary_unary_rpc_method_handler(self._serve)
+
+    async def _serve(self, _request: bytes, _context: object) -> bytes:
+        self.begun.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            self.ended.set()
+        return b""
+
+
+async def stop_with_a_call_under_way(*awaits: int, late: bool) -> bool:
+    port, silent = free_ports((0,)), Silent()
+    server = server_on(port)
+    server.add_generic_rpc_handlers((silent,))
+    async with no_task_left(), asyncio.timeout(30):
+        await server.start()
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+            call = channel.unary_unary("/any/call")(b"")
+            await silent.begun.wait()
+            reached = await interrupted(stop_within(server, 0.05), *awaits, late=late)
+            assert can_bind(port)
+            await silent.ended.wait()
+            with suppress(grpc.aio.AioRpcError):
+                await call
+    return reached
+
+
+@pytest.mark.parametrize("late", [False, True])
+async def test_a_stop_cancelled_at_any_of_its_awaits_ends_its_calls_and_leaves_no_task(late: bool) -> None:
+    for number in count():
+        if not await stop_with_a_call_under_way(number, late=late):
+            break
+    assert number > 0
+
+
+@pytest.mark.parametrize("again", [1, 2, 3])
+async def test_a_stop_cancelled_twice_ends_them_too(again: int) -> None:
+    await stop_with_a_call_under_way(0, again, late=False)

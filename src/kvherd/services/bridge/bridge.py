@@ -14,7 +14,7 @@ from kvherd.core.errors import PortInUse, WorkerError
 from kvherd.ports.tls import ServerTls
 from kvherd.ports.worker import WorkerFacts
 from kvherd.services.bridge.engine_doors import ANSWER_S
-from kvherd.services.grpc_start import start_or_leave_none
+from kvherd.services.grpc_start import start_or_leave_none, stop_within
 from kvherd.services.kv_relay.grpc_edge import CONNECTION_OPTIONS
 from kvherd.services.tls.grpc_credentials import server_credentials
 from kvherd.services.tls.handshakes import Handshakes
@@ -101,12 +101,14 @@ class Bridge:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        await self._front.close()
         cut = asyncio.get_running_loop().call_later(self._config.drain_s, self._front.cut)
         try:
-            await self._server.stop(self._config.drain_s + _GRACE_S)
+            await self._front.close()
         finally:
-            cut.cancel()
+            try:
+                await stop_within(self._server, self._config.drain_s + _GRACE_S)
+            finally:
+                cut.cancel()
 
     async def announce_engine(self) -> None:
         """Return once the engine has said what it is, and the log has it. Events do not wait for that."""

@@ -10,7 +10,7 @@ from grpc_reflection.v1alpha import reflection
 from smg_grpc_proto.generated import sglang_scheduler_pb2, sglang_scheduler_pb2_grpc
 
 from kvherd.core.errors import PortInUse
-from kvherd.services.grpc_start import start_or_leave_none
+from kvherd.services.grpc_start import start_or_leave_none, stop_within
 from kvherd.services.kv_relay.grpc_edge import CONNECTION_OPTIONS
 from kvherd.services.servicer.config import ServicerConfig
 from kvherd.services.servicer.grpc_service import SglangService
@@ -56,11 +56,13 @@ async def grpc_server(config: ServicerConfig, service: SglangService, status: He
     try:
         yield
     finally:
-        await status.set_serving(serving=False)
-        service.event_streams.close()
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(config.drain_s + 5.0):
-                await server.stop(grace=config.drain_s)
+        try:
+            await status.set_serving(serving=False)
+        finally:
+            service.event_streams.close()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(config.drain_s + 5.0):
+                    await stop_within(server, config.drain_s)
 
 
 def _address(host: str, port: int) -> str:
