@@ -231,11 +231,12 @@ class GrpcWorker:
             self._sidecar = GrpcSidecar(self._id, address, self._tls)
 
     async def close(self) -> None:
-        for sidecar in (*self._former_sidecars, self._sidecar):
-            await sidecar.close()
         if self._wires is not None:
             self._wires.close()
-        await self._channel.close()
+        async with contextlib.AsyncExitStack() as closing:
+            closing.push_async_callback(self._channel.close)
+            for sidecar in (*self._former_sidecars, self._sidecar):
+                closing.push_async_callback(sidecar.close)
 
     # --- what it is -----------------------------------------------------------------------------------------
 

@@ -321,5 +321,7 @@ class Worker(Protocol):
         ...
 
     async def close(self) -> None:
-        """Release every connection. Idempotent; nothing may be called after it."""
+        """Release every connection; cancelled, without waiting for their ends. Idempotent; nothing may be called after
+        it.
+        """
         ...

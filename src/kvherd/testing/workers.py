@@ -209,8 +209,8 @@ class FakeWorker:
         self.sidecar = url
 
     async def close(self) -> None:
-        await asyncio.sleep(0)
         self.closed = True
+        await asyncio.sleep(0)
 
 
 def refusing_ranks(*reasons: str) -> FlushAnswer:

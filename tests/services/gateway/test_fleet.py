@@ -18,6 +18,7 @@ from kvherd.ports.worker import WorkerFacts, WorkerKind, WorkerLoad
 from kvherd.services.gateway.fleet import Fleet
 from kvherd.services.gateway.fleet_edges import FleetConfig
 from kvherd.services.gateway.settings import ProbeBounds
+from kvherd.testing.interrupted import interrupted
 from kvherd.testing.tokenizer import ByteTokenizer
 from kvherd.testing.workers import HOURS, FakeWorker
 
@@ -397,3 +398,35 @@ async def test_a_renewed_connection_takes_what_comes_and_the_old_one_ends_with_w
         await asyncio.sleep(10)
         assert (before.closed, after.closed) == (True, False)
         assert after.probes > 0
+
+
+async def test_a_connection_renewed_at_the_very_end_is_closed_too() -> None:
+    made: list[FakeWorker] = []
+
+    def make(url: str, key: str | None) -> FakeWorker:
+        made.append(FakeWorker(WorkerId(url), facts=FACTS))
+        return made[-1]
+
+    async with yard() as it:
+        it.fleet._worker_factory = make
+        it.fleet.add(WorkerSpec(ANN))
+        await asyncio.sleep(0.1)
+        it.fleet.renew(lambda worker: worker == ANN)
+    assert [one.closed for one in made] == [True, True]
+
+
+async def test_an_end_that_is_cut_short_leaves_no_worker_open() -> None:
+    ann, bob = fake(), fake(BOB)
+
+    async def whole_life() -> None:
+        async with yard(ann, bob) as it:
+            it.add(ann)
+            it.add(bob)
+            await asyncio.sleep(0.1)
+
+    number = 0
+    while await interrupted(whole_life(), number):
+        assert (ann.closed, bob.closed) == (True, True)
+        ann.closed = bob.closed = False
+        number += 1
+    assert number > 2

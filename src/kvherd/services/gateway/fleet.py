@@ -74,7 +74,7 @@ class Fleet:
         self._wakes: dict[WorkerId, asyncio.Event] = {}
         self._leaving: dict[WorkerId, asyncio.Task[bool]] = {}
         self._last_ended: dict[WorkerId, asyncio.Event] = {}
-        self._retiring: set[asyncio.Task[None]] = set()
+        self._retiring: dict[asyncio.Task[None], Worker] = {}
         self._tokenizers = Tokenizers(tokenizer_factory, deadline_s=self._config.tokenizer_deadline_s)
         self._group = asyncio.TaskGroup()
 
@@ -86,14 +86,16 @@ class Fleet:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        retired = tuple(self._retiring.values())  # a task that is cancelled before its first step closes nothing
         for task in (*self._tending.values(), *self._leaving.values(), *self._retiring):
             task.cancel()
         try:
             # Given the error, the group would wrap it, and a port in use would come out as an exception group.
             await self._group.__aexit__(None, None, None)
         finally:
-            for worker in self._workers.values():
-                await worker.close()
+            async with contextlib.AsyncExitStack() as closing:
+                for worker in (*self._workers.values(), *retired):
+                    closing.push_async_callback(worker.close)  # called though another's is cancelled
 
     async def prepare(self, *urls: str | None) -> None:
         """Have at hand what workers and events at these URLs need, so that `add` does not keep the event loop."""
@@ -167,8 +169,8 @@ class Fleet:
             self._tending[worker].cancel()
             self._tending[worker] = self._group.create_task(self._tend(member), name=f"tend {worker}")
             retiring = self._group.create_task(self._retire(former, member, set(member.in_flight)))
-            self._retiring.add(retiring)
-            retiring.add_done_callback(self._retiring.discard)
+            self._retiring[retiring] = former
+            retiring.add_done_callback(self._retiring.pop)
 
     async def _retire(self, former: Worker, member: Member, under_way: set[RequestId]) -> None:
         """Close a connection once nothing of what was under way there is, or after a while."""

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final, Self, cast
 
 from kvherd.ports.tls import ServerTls
 from kvherd.services.gateway.console import Console
-from kvherd.services.gateway.listening import listen
+from kvherd.services.gateway.listening import listen, take_callers
 
 if TYPE_CHECKING:
     from kvherd.services.gateway.grpc_orders import GrpcOrders
@@ -40,6 +40,7 @@ class GatewayGrpc:
         self.port = port
         self._orders: GrpcOrders | None = None
         self._starting = asyncio.Lock()
+        self._stopping = False
         self._callers: set[_Caller] = set()
         self._behind: dict[int, _Inner] = {}
         self._passing: set[asyncio.Task[None]] = set()
@@ -47,32 +48,42 @@ class GatewayGrpc:
         self._doors: list[asyncio.Server] = []
 
     async def __aenter__(self) -> Self:
-        loop = asyncio.get_running_loop()
         listeners = listen(self._host, self.port, backlog=_BACKLOG, port_option="--grpc-port")
         self.port = listeners[0].getsockname()[1]
         await self._group.__aenter__()
-        for listener in listeners:
-            self._doors.append(await loop.create_server(lambda: _Caller(self._came), sock=listener, backlog=_BACKLOG))
+        try:
+            for listener in listeners:
+                await take_callers(listener, lambda: _Caller(self._came), self._doors, backlog=_BACKLOG)
+        except BaseException:
+            await self.__aexit__(None, None, None)
+            for listener in listeners:  # some have no door yet that closes them
+                listener.close()
+            raise
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._stopping = True
         for door in self._doors:
             door.close()
         for task in self._passing:
             task.cancel()
-        async with self._starting:
-            if self._orders is not None:
-                await self._orders.__aexit__(None, None, None)
-        for caller in list(self._callers):
-            caller.transport.abort()
-        await self._group.__aexit__(None, None, None)
+        try:
+            async with self._starting:
+                if self._orders is not None:
+                    await self._orders.__aexit__(None, None, None)
+        finally:
+            for caller in list(self._callers):
+                caller.transport.abort()
+            await self._group.__aexit__(None, None, None)
 
     def _came(self, caller: "_Caller") -> None:
         """A caller has connected, has said its first word, or is gone."""
         if caller.gone:
             self._callers.discard(caller)
+        elif self._stopping:  # it was on its way in
+            caller.transport.abort()
         elif caller.said:
             task = self._group.create_task(self._pass_on(caller))
             self._passing.add(task)

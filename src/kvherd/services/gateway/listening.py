@@ -1,8 +1,9 @@
 """Listening sockets of the gateway, that nobody shares by accident."""
 
+import asyncio
 import errno
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Final
 
 from kvherd.core.errors import OptionInvalid, PortInUse
@@ -61,3 +62,20 @@ def _listen_at(found: Sequence[_Found], port: int, backlog: int) -> list[socket.
     for listener in listeners:
         listener.close()
     raise problem
+
+
+async def take_callers(
+    listener: socket.socket, make: Callable[[], asyncio.BaseProtocol], doors: list[asyncio.Server], *, backlog: int
+) -> None:
+    """Give whoever connects there a protocol, until the last of `doors`, which this adds, is closed with the listener.
+
+    It is among them before it serves: asyncio forgets a server that serves when its making is cancelled.
+    """
+    try:
+        loop = asyncio.get_running_loop()
+        door = await loop.create_server(make, sock=listener, backlog=backlog, start_serving=False)
+    except BaseException:
+        listener.close()
+        raise
+    doors.append(door)
+    await door.start_serving()

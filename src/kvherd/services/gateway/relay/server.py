@@ -11,7 +11,7 @@ from types import TracebackType
 from typing import Self, cast
 
 from kvherd.ports.loop_turn import LoopTurn
-from kvherd.services.gateway.listening import listen
+from kvherd.services.gateway.listening import listen, take_callers
 from kvherd.services.gateway.relay.connection import Connection
 from kvherd.services.gateway.relay.edge import AsgiApp, DataHandler, Judge, Launch, RelayLimits
 from kvherd.services.gateway.relay.handshake import Handshakes
@@ -142,16 +142,10 @@ class RelayServer:
             self._handshakes.append(handshakes)
             handshakes.open(listener.dup())
             return
-        loop = asyncio.get_running_loop()
         for _ in range(_DOORS):
-            door = listener.dup()
-            try:
-                self._doors.append(
-                    await loop.create_server(lambda: _as_protocol(Connection(premises)), sock=door, backlog=_BACKLOG)
-                )
-            except BaseException:
-                door.close()
-                raise
+            await take_callers(
+                listener.dup(), lambda: _as_protocol(Connection(premises)), self._doors, backlog=_BACKLOG
+            )
 
     def _close_doors(self) -> None:
         for door in self._doors:
