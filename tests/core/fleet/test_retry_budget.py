@@ -28,6 +28,14 @@ def test_a_quiet_gateway_may_retry_a_burst_and_then_what_it_is_asked() -> None:
     assert spent(budget, 1_000, 510.0) == 100, "a window later all is forgotten"
 
 
+def test_requests_that_came_long_ago_count_for_as_long_as_they_are_under_way() -> None:
+    """1. Fifteen hundred wait, and none came lately. 2. One of four engines dies."""
+    budget = RetryBudget()
+    budget.earn(500.5)
+    assert sum(budget.spend(600.0, 1_500) for _ in range(375)) == 375
+    assert not budget.spend(600.0, 100), "none of those that came, and the reserve is spent"
+
+
 @pytest.mark.parametrize(("passed_s", "left"), [(seconds, max(0, 10 - seconds)) for seconds in range(12)])
 def test_what_was_earned_leaves_second_by_second(passed_s: int, left: int) -> None:
     budget = RetryBudget(ratio=0.5, per_second=0.0)

@@ -510,6 +510,17 @@ async def test_retries_of_a_burst_are_bounded_and_those_that_are_not_made_are_co
         assert f'kvherd_gateway_retries_refused_total{{worker="{ANN}"}} 380.0' in told
 
 
+async def test_requests_that_waited_for_longer_than_the_budget_looks_back_are_retried_as_others() -> None:
+    async with herd(fake(ANN, first_byte_s=70.0), fake(BOB)) as it:
+        it.member(BOB).draining = True
+        burst = [asyncio.ensure_future(it.ask()) for _ in range(600)]
+        await asyncio.sleep(60.0)
+        it.member(BOB).draining = False
+        it.workers[ANN].fails = WorkerFailed(ANN, "died")
+        ended = await asyncio.gather(*burst, return_exceptions=True)
+        assert sum(isinstance(one, FakeResponder) for one in ended) == 220
+
+
 async def test_a_refusal_is_the_workers_own_and_no_sign_of_illness() -> None:
     async with herd(fake(ANN)) as it:
         it.workers[ANN].fails = WorkerRefused(ANN, "queue full")

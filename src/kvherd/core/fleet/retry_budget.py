@@ -1,7 +1,9 @@
 """A bound on retries, so that a fleet in trouble is not given twice the load.
 
-Retries may be a share of the requests of the last seconds. An engine that dies with hundreds under way costs a gateway
-that served thousands lately nothing; where most fail, the retries are soon used up. A quiet gateway has a few a second.
+Retries may be a share of the requests of the last seconds, or of those under way where these are more: a generation
+waits and runs for longer than that, so that hundreds may be under way of which none came lately. An engine that dies
+with hundreds costs a gateway that serves thousands nothing; where most fail, the retries are soon used up. A quiet
+gateway has a few a second.
 """
 
 from typing import Final
@@ -11,7 +13,8 @@ WINDOW_S: Final = 10
 
 class RetryBudget:
     """Of the last `WINDOW_S` whole seconds, the present one among them, no more retries are admitted than `ratio` for
-    each request and `per_second` for each second. A time before the last one that was told counts as that one.
+    each request that came in them, or is under way, and `per_second` for each second. A time before the last one that
+    was told counts as that one.
     """
 
     __slots__ = ("_per_retry", "_requests", "_requests_total", "_reserve", "_retries", "_retries_total", "_second")
@@ -31,12 +34,12 @@ class RetryBudget:
         self._requests[self._second % WINDOW_S] += 1
         self._requests_total += 1
 
-    def spend(self, now_s: float) -> bool:
-        """Whether one more retry may be made now."""
+    def spend(self, now_s: float, under_way: int = 0) -> bool:
+        """Whether one more retry may be made now, while so many requests are under way."""
         second = int(now_s)
         if second > self._second:
             self._forget_until(second)
-        if (self._retries_total + 1) * self._per_retry > self._requests_total + self._reserve:
+        if (self._retries_total + 1) * self._per_retry > max(self._requests_total, under_way) + self._reserve:
             return False
         self._retries[self._second % WINDOW_S] += 1
         self._retries_total += 1

@@ -302,7 +302,7 @@ class DataPath(Path):
         stateful = turn.incoming.path.startswith(STORED)  # a second try could store a conversation twice
         if stateful or failed >= self._config.tries:
             raise error
-        if not self._budget.spend(now_s):
+        if not self._budget.spend(now_s, len(self._alive)):
             self._metrics.retry_refused(error.worker)
             raise error
         self._metrics.retried(error.worker)
