@@ -339,13 +339,26 @@ async def test_leaving_a_request_ends_its_connection(pieces: list[bytes]) -> Non
         await until(lambda: server.left == 1, "the worker saw it go")
 
 
-@pytest.mark.parametrize("status", ["502 Bad Gateway", "503 Service Unavailable", "504 Gateway Time-out"])
-async def test_what_another_worker_may_do_better_is_raised(status: str) -> None:
+@pytest.mark.parametrize(
+    ("status", "error"),
+    [
+        ("502 Bad Gateway", WorkerFailed),
+        ("503 Service Unavailable", WorkerRefused),
+        ("504 Gateway Time-out", WorkerRefused),
+    ],
+)
+@pytest.mark.parametrize("kept", [False, True])
+async def test_what_another_worker_may_do_better_is_raised(status: str, error: type[WorkerError], kept: bool) -> None:
     answer = said({"error": {"message": "the engine is stopping"}}, status)
     async with RawServer(saying(answer)) as server, worker_at(server.url) as worker:
         responder = FakeResponder()
-        with pytest.raises(WorkerRefused, match=f"HTTP {status[:3]}: the engine is stopping"):
+        with pytest.raises(error, match=f"HTTP {status[:3]}: the engine is stopping"):
             await worker.forward(call(), responder)
+        if kept:
+            landed: asyncio.Future[object] = asyncio.get_running_loop().create_future()
+            assert worker.launch(call(), responder, landed.set_result) is not None
+            async with asyncio.timeout(10):
+                assert type(await landed) is error
         assert not responder.started
 
 

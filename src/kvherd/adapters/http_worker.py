@@ -14,7 +14,14 @@ from kvherd.adapters.http_profile import engine_metrics, start_profile, stop_pro
 from kvherd.adapters.http_url import http_address
 from kvherd.adapters.tls import ClientTls
 from kvherd.adapters.usage_sniffer import TOLD, UsageSniffer
-from kvherd.core.errors import OptionInvalid, WorkerFailed, WorkerRefused, WorkerUnreachable, WorkerUnsupported
+from kvherd.core.errors import (
+    OptionInvalid,
+    WorkerError,
+    WorkerFailed,
+    WorkerRefused,
+    WorkerUnreachable,
+    WorkerUnsupported,
+)
 from kvherd.core.fleet.refusals import DescriptorsExhausted
 from kvherd.core.ids import WorkerId
 from kvherd.ports.loop_turn import LoopTurn
@@ -51,7 +58,8 @@ _NOT_FORWARDED: Final = frozenset(
         b"upgrade",
     }
 )
-_ANOTHER_MAY_SERVE: Final = frozenset({502, 503, 504})
+_BAD_GATEWAY: Final = 502
+_ANOTHER_MAY_SERVE: Final = frozenset({_BAD_GATEWAY, 503, 504})
 _STATEFUL: Final[tuple[str, ...]] = ("/v1/responses", "/v1/conversations")
 _REASON_BYTES: Final = 64 * 1024
 
@@ -94,8 +102,9 @@ class HttpWorker:
         return self._facts
 
     async def forward(self, call: Call, responder: Responder) -> None:
-        """An answer of 502, 503 or 504 is raised as `WorkerRefused`, since another worker may do better; any other
-        is the client's, byte for byte.
+        """An answer of 502, 503 or 504 is raised, since another worker may do better: the first as `WorkerFailed`, for
+        it is a proxy's that cannot reach the engine, the others as `WorkerRefused`. Any other is the client's, byte for
+        byte.
         """
         call = self._at_rank(call)
         relayed = _Relayed(self, call, responder)
@@ -268,8 +277,8 @@ class _Relayed:
         if outcome is None:
             try:
                 self.finish(self._worker.id)
-            except WorkerRefused as refused:
-                outcome = refused
+            except WorkerError as error:
+                outcome = error
         elif isinstance(outcome, UpstreamBroken):
             if outcome.unsent or (outcome.stale and self.repeatable):
                 self.landed(self._worker.again(self._call, self._responder))
@@ -319,7 +328,8 @@ class _Relayed:
     def finish(self, worker: WorkerId) -> None:
         if self._refused_status:
             answer = HttpAnswer(self._refused_status, self._refusal)
-            raise WorkerRefused(worker, f"HTTP {answer.status}: {answer.reason()}")
+            reason = f"HTTP {answer.status}: {answer.reason()}"
+            raise WorkerFailed(worker, reason) if answer.status == _BAD_GATEWAY else WorkerRefused(worker, reason)
         if self._sniffer is not None and self._call.news is not None:
             usage = self._sniffer.usage()
             if usage is not None:
