@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from kvherd.core.errors import FieldInvalid, WorkerFailed, WorkerUnreachable
-from kvherd.core.fleet.refusals import KeeperSilent, NameUnknown
+from kvherd.core.fleet.refusals import DeadlinePassed, KeeperSilent, NameUnknown
 from kvherd.core.fleet.spec import WorkerSpec
 from kvherd.core.ids import RequestId, WorkerId
 from kvherd.ports.worker import Call, Responder, WorkerFacts, WorkerKind
@@ -35,12 +35,14 @@ class Keeping(FakeWorker):
 
     keeps: set[str] = field(default_factory=set)
     hangs: bool = False
+    takes_s: float = 0.0
     asked: list[str] = field(default_factory=list)
 
     async def forward(self, call: Call, responder: Responder) -> None:
         self.asked.append(call.path)
         if self.hangs:
             await asyncio.Event().wait()
+        await asyncio.sleep(self.takes_s)
         self._check()
         responder.start(200 if call.path in self.keeps else 404, [JSON])
         responder.end()
@@ -77,9 +79,11 @@ class Room:
     async def post(self, path: str = "/v1/responses", **body: object) -> FakeResponder:
         return await self.ask("POST", path, json.dumps(body).encode())
 
-    async def ask(self, method: str, path: str, body: bytes = b"") -> FakeResponder:
+    async def ask(
+        self, method: str, path: str, body: bytes = b"", more: tuple[tuple[bytes, bytes], ...] = ()
+    ) -> FakeResponder:
         responder = FakeResponder()
-        headers = [(b"accept-encoding", b"gzip"), (b"x-mine", b"1")]
+        headers = [(b"accept-encoding", b"gzip"), (b"x-mine", b"1"), *more]
         await self.handle(DataRequest(method, path, "", headers, body, "127.0.0.1:1", RequestId("r")), responder)
         return responder
 
@@ -130,6 +134,31 @@ async def test_a_response_goes_on_where_its_past_is() -> None:
             await it.ask(method, f"/v1/responses/resp_1{path}")
             assert it.keeper == BOB
         assert not any(worker.asked for worker in it.workers.values())
+
+
+async def test_to_find_who_keeps_it_is_part_of_what_a_client_s_own_deadline_allows() -> None:
+    async with room(ANN, BOB) as it:
+        it.workers[BOB].keeps, it.workers[BOB].takes_s = {"/v1/responses/resp_1"}, 3.0
+        it.workers[ANN].hangs = True
+        began_s = asyncio.get_running_loop().time()
+        with pytest.raises(DeadlinePassed, match=r"1\.5 s"):
+            await it.ask("GET", "/v1/responses/resp_1", more=((b"x-request-timeout", b"1.5"),))
+        assert asyncio.get_running_loop().time() - began_s == pytest.approx(1.5)
+        assert not it.inner.requests
+        await it.ask("GET", "/v1/responses/resp_1", more=((b"x-request-timeout", b"5"),))
+        assert (it.keeper, dict(it.inner.requests[0].headers)[b"x-request-timeout"]) == (BOB, b"2.000")
+        with pytest.raises(FieldInvalid, match="x-request-timeout"):
+            await it.ask("GET", "/v1/responses/resp_1", more=((b"x-request-timeout", b"soon"),))
+
+
+async def test_once_it_is_found_nobody_waits_for_a_worker_that_is_silent() -> None:
+    async with room(ANN, BOB, CAT) as it:
+        it.workers[ANN].hangs = it.workers[CAT].hangs = True
+        it.workers[BOB].keeps, it.workers[BOB].takes_s = {"/v1/responses/resp_1"}, 0.5
+        began_s = asyncio.get_running_loop().time()
+        await it.ask("GET", "/v1/responses/resp_1")
+        assert it.keeper == BOB
+        assert asyncio.get_running_loop().time() - began_s == pytest.approx(0.5)
 
 
 async def test_a_stream_s_name_is_known_before_the_stream_has_ended() -> None:

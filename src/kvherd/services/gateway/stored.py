@@ -11,13 +11,14 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Final, Protocol
 
 from kvherd.core.errors import KvherdError, WorkerError
-from kvherd.core.fleet.refusals import KeeperSilent, NameUnknown
+from kvherd.core.fleet.refusals import DeadlinePassed, KeeperSilent, NameUnknown
 from kvherd.core.fleet.roster import Member
 from kvherd.core.fleet.spec import GRPC
 from kvherd.core.ids import WorkerId
 from kvherd.ports.worker import Call, Responder
 from kvherd.services.gateway.access import AccessLog
 from kvherd.services.gateway.fleet import Fleet
+from kvherd.services.gateway.patience import deadline_s, with_deadline
 from kvherd.services.gateway.prompts import LONG_BODY_BYTES
 from kvherd.services.gateway.relay.edge import STORED, DataHandler, DataRequest
 from kvherd.services.gateway.usage_samples import uncompressed
@@ -52,7 +53,7 @@ def at_keepers(
             await inner(request, responder)
             return
         try:
-            keeper = await path.keeper(request)
+            keeper, request = await path.keeper_in_time(request)
         except KvherdError as error:
             access.refused(request, error)
             raise
@@ -68,6 +69,20 @@ class _StoredPath:
         self._ask_s = ask_s
         self._most_names = most_names
         self._keepers: OrderedDict[str, WorkerId] = OrderedDict()
+
+    async def keeper_in_time(self, request: DataRequest) -> tuple[WorkerId | None, DataRequest]:
+        """The keeper, and the request with what is then left of the client's own deadline. Raises `DeadlinePassed`."""
+        within_s = deadline_s(request.headers)
+        if within_s is None:
+            return await self.keeper(request), request
+        ends_s = asyncio.get_running_loop().time() + within_s
+        try:
+            async with asyncio.timeout_at(ends_s):
+                keeper = await self.keeper(request)
+        except TimeoutError:
+            raise DeadlinePassed(within_s) from None
+        left_s = ends_s - asyncio.get_running_loop().time()
+        return keeper, request.changed(headers=with_deadline(request.headers, left_s))
 
     async def keeper(self, request: DataRequest) -> WorkerId | None:
         """Who keeps what the request names; None if it names nothing, or nobody here could."""
@@ -101,22 +116,23 @@ class _StoredPath:
     async def _ask_all(
         self, members: Sequence[Member], path: str, request: DataRequest
     ) -> tuple[WorkerId | None, list[WorkerId]]:
-        """The first that has it, and those of which nobody knows."""
+        """The first that has it, for which the others need not be waited; and those of which nobody knows."""
         found: list[WorkerId] = []
         silent: list[WorkerId] = []
         turns = asyncio.Semaphore(MOST_ASKED_AT_ONCE)
 
         async def ask(worker: WorkerId) -> None:
             async with turns:
-                status = 0 if found else await self._status(worker, path, request)
+                status = await self._status(worker, path, request)
             if status == 200:
                 found.append(worker)
+                for each in asking:
+                    each.cancel()
             elif not 400 <= status < 500:
                 silent.append(worker)
 
         async with asyncio.TaskGroup() as group:
-            for member in members:
-                group.create_task(ask(member.worker))
+            asking = [group.create_task(ask(member.worker)) for member in members]
         return (found[0] if found else None), silent
 
     async def _status(self, worker: WorkerId, path: str, request: DataRequest) -> int:
