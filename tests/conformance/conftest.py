@@ -8,6 +8,8 @@ import os
 from collections.abc import Iterator
 from contextlib import ExitStack
 
+import grpc
+import httpx
 import pytest
 
 from kvherd.testing.engine_client import EngineClient
@@ -96,6 +98,10 @@ def mortal(engine: EngineClient, target: EngineUnderTest) -> Iterator[EngineUnde
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
     report: pytest.TestReport = yield  # type: ignore[assignment] # as pytest has it
+    target: EngineUnderTest | None = getattr(item, "funcargs", {}).get("target")
+    unanswered = call.excinfo is not None and call.excinfo.errisinstance((httpx.TransportError, grpc.RpcError))
+    if target is not None and unanswered:
+        target.doubted = True
     if item.get_closest_marker("peers") and (report.when == "call" or report.outcome != "passed"):
         name, _, which = item.name.removeprefix("test_").replace("_", " ").partition("[")
         verdict = "broken" if report.outcome != "passed" else "kept"

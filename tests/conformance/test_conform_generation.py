@@ -217,7 +217,7 @@ def test_a_deadline_that_passes_ends_its_request(engine: EngineClient) -> None:
 
 
 def test_a_client_that_reads_nothing_holds_nobody_up_and_misses_nothing(engine: EngineClient) -> None:
-    slow = engine.generate(fresh_prompt(), tokens=600, stream=True)
+    slow = engine.generate(fresh_prompt(), tokens=600, stream=True, within_s=12 * engine.patience_s)
     for _ in range(3):
         assert engine.complete(fresh_prompt()).completion_tokens == 4
     *chunks, last = slow

@@ -23,6 +23,7 @@ class EngineUnderTest:
     """One that answers when this is made. `process` is None where it is not ours to kill.
 
     `begin` starts it again at its addresses. `breaks` has for tests that it is known to fail what it does instead.
+    `doubted`: it left somebody without an answer, and what it does next may be that one's fault.
     """
 
     address: Address
@@ -30,11 +31,13 @@ class EngineUnderTest:
     begin: Callable[[], OwnedProcess] | None = None
     rank_words: tuple[str, ...] = ()
     breaks: Mapping[str, str] = field(default_factory=dict)
+    doubted: bool = False
 
     def revive(self) -> None:
-        """Start it again if it was killed, or died of what was asked of it."""
-        if self.process is None or self.begin is None or not self._is_down():
+        """Start it again if it was killed, or died of what was asked of it, or is doubted."""
+        if self.process is None or self.begin is None or not (self.doubted or self._is_down()):
             return
+        self.doubted = False
         self._signal(signal.SIGKILL)
         ports = (self.address.port, self.address.sidecar_port or self.address.port)
         wait_until(lambda: all(map(can_bind, ports)), within_s=20, what="its ports are free")
