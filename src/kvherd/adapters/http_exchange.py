@@ -83,7 +83,7 @@ class _Kept:
 
 class HttpAsker:
     """Asks one worker. Raises `WorkerUnreachable` and `WorkerFailed`; any status is an answer. Deadlines are the
-    caller's.
+    caller's. Waits for no connection: behind as many streams as may be, no probe would find that the worker is well.
     """
 
     def __init__(
@@ -118,7 +118,7 @@ class HttpAsker:
         ).encode("latin-1")
         sink = _Kept(self._limit)
         try:
-            await self._pool.exchange(head, body, sink, repeatable=method == "GET", sent=sent)
+            await self._pool.exchange(head, body, sink, repeatable=method == "GET", sent=sent, waits=False)
         except NoDescriptor as short:
             raise WorkerFailed(self._worker, str(short)) from None
         except UpstreamUnreachable as unreachable:

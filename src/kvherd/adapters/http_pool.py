@@ -67,21 +67,29 @@ class HttpPool:
         return len(self._idle)
 
     async def exchange(
-        self, head: bytes, body: bytes, sink: Sink, *, repeatable: bool = True, sent: Callable[[], None] | None = None
+        self,
+        head: bytes,
+        body: bytes,
+        sink: Sink,
+        *,
+        repeatable: bool = True,
+        sent: Callable[[], None] | None = None,
+        waits: bool = True,
     ) -> None:
         """Run one request. Raises `UpstreamUnreachable` or `UpstreamBroken`.
 
         A request that met a kept connection just as the worker closed it is sent once more, on a new connection: if
-        nothing of it had left, or if it is `repeatable` and nothing of an answer had come.
+        nothing of it had left, or if it is `repeatable` and nothing of an answer had come. One that does not wait has
+        a connection of its own where all are in use.
         """
         try:
-            await self._run(self._take_idle() or await self._new(), head, body, sink, sent)
+            await self._run(self._take_idle() or await self._new(waits=waits), head, body, sink, sent)
         except UpstreamBroken as broken:
             if not (broken.unsent or (broken.stale and repeatable)):
                 raise
         else:
             return
-        await self._run(await self._new(), head, body, sink, sent)
+        await self._run(await self._new(waits=waits), head, body, sink, sent)
 
     async def exchange_anew(self, head: bytes, body: bytes, sink: Sink) -> None:
         """`exchange` on a connection that has served nothing yet, and not a second time."""
@@ -163,8 +171,8 @@ class HttpPool:
                 return connection
         return None
 
-    async def _new(self) -> UpstreamConnection:
-        while len(self._open) + self._connecting >= self._max:
+    async def _new(self, *, waits: bool = True) -> UpstreamConnection:
+        while waits and len(self._open) + self._connecting >= self._max:
             waiter = self.loop.create_future()
             self._waiting.append(waiter)
             try:

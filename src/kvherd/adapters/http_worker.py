@@ -83,9 +83,7 @@ class HttpWorker:
         self._id = worker
         self._address = http_address(base_url)
         self._pool = pool or pool_to(self._address, tls, turn)
-        # Not among the requests: behind as many streams as there may be, no probe would find that the worker is well.
-        self._asks = pool_to(self._address, tls, turn)
-        self._asker = HttpAsker(worker, self._address, self._asks, api_key=api_key)
+        self._asker = HttpAsker(worker, self._address, self._pool, api_key=api_key)
         self._host_line = b"host: %b\r\n" % self._address.authority.encode()
         self._auth_line = b"authorization: Bearer %b\r\n" % api_key.encode() if api_key else b""
         self._left_out = _NOT_FORWARDED | {b"authorization"} if api_key else _NOT_FORWARDED
@@ -207,7 +205,6 @@ class HttpWorker:
 
     async def close(self) -> None:
         await self._pool.close()
-        await self._asks.close()
 
     async def _asked(self, path: str) -> HttpAnswer:
         answer = await self._asker.ask("GET", path)
