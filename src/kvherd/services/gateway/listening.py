@@ -11,6 +11,12 @@ from kvherd.core.errors import OptionInvalid, PortInUse
 _TRIES: Final = 8
 """A port that is free at one address may be taken at another, and if any will do, another is looked for."""
 
+_UNSENT_BYTES: Final = 128 * 1024
+"""So much of its answer the system keeps for a client that takes nothing: by itself it would be megabytes. What is on
+its way to one that is far off is not among it.
+"""
+_NOTSENT_LOWAT: Final = getattr(socket, "TCP_NOTSENT_LOWAT", None)  # not every system has it
+
 _Found = tuple[
     socket.AddressFamily, socket.SocketKind, int, str, tuple[str, int] | tuple[str, int, int, int] | tuple[int, bytes]
 ]
@@ -46,6 +52,8 @@ def _listen_at(found: Sequence[_Found], port: int, backlog: int) -> list[socket.
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # past connections in TIME_WAIT do not count
             if family == socket.AF_INET6 and len(found) > 1:
                 listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+            if _NOTSENT_LOWAT is not None:  # whoever connects inherits it
+                listener.setsockopt(socket.IPPROTO_TCP, _NOTSENT_LOWAT, _UNSENT_BYTES)
             listener.bind((address[0], port, *address[2:]))
             listener.listen(backlog)  # now, since two sockets may bind one port as long as neither listens
             listener.setblocking(False)

@@ -101,6 +101,35 @@ async def test_a_thousand_slow_clients_keep_nobody_else_waiting_and_are_all_serv
     assert relay.connections == 0
 
 
+@pytest.mark.skipif(not hasattr(socket, "TCP_NOTSENT_LOWAT"), reason="this system cannot be told")
+async def test_the_system_keeps_little_of_an_answer_for_a_client_that_takes_nothing() -> None:
+    """By itself it keeps 4 MB and more for each."""
+    written = 0
+
+    async def say_much(_incoming: DataRequest, responder: Responder) -> None:
+        nonlocal written
+        responder.start(200, [(b"content-length", b"%d" % (16 * MB))])
+        while written < 16 * MB:
+            responder.write(b"x" * (MB // 64))
+            written += MB // 64
+            await responder.drain()
+        responder.end()
+
+    async def stands_still() -> None:
+        before = -1
+        while before < written:
+            before = written
+            await asyncio.sleep(0.5)
+
+    async with RelayServer(say_much, no_app) as relay, RawClient(relay.port, kernel_bytes=2**13) as client:
+        client.send(post())
+        await until(lambda: written > 0, "the answer began")
+        async with asyncio.timeout(60):
+            await stands_still()
+        assert written < MB
+        assert len((await client.answer()).body) == 16 * MB
+
+
 async def test_a_body_of_100_mb_is_passed_on_where_it_may_be_and_refused_at_once_where_not() -> None:
     size = 100 * MB
     async with relayed(limits=RelayLimits(body_bytes=size)) as relay, RawClient(relay.port) as client:
