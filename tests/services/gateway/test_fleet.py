@@ -430,3 +430,23 @@ async def test_an_end_that_is_cut_short_leaves_no_worker_open() -> None:
         ann.closed = bob.closed = False
         number += 1
     assert number > 2
+
+
+async def test_one_that_leaves_as_its_probe_fails_unforeseen_is_tended_no_more() -> None:
+    ann = fake()
+
+    async def probe() -> None:
+        ann.probes += 1
+        try:
+            await asyncio.sleep(9 * HOURS)
+        finally:
+            raise RuntimeError("a defect")
+
+    async with yard(ann) as it:
+        it.add(ann)
+        ann.probe = probe  # type: ignore[method-assign]
+        await asyncio.sleep(1.0)
+        assert await it.fleet.remove(ANN, drain_s=0.0)
+        probes = ann.probes
+        await asyncio.sleep(60.0)
+        assert ann.probes == probes

@@ -529,3 +529,19 @@ async def test_routing_is_told_what_is_known_quarantined_or_not_told() -> None:
         await feed.say(Subscribed(ONE), snapshot(9, block(1)))
         assert followers.standings[ANN].knowledge is KvKnowledge.KNOWN
         followers.flushed(WorkerId("a stranger"))
+
+
+class BreakingFeed(ScriptedFeed):
+    """A `KvFeed` that has a defect, which is found as it is left."""
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        raise RuntimeError("a defect")
+
+
+async def test_a_feed_that_fails_unforeseen_as_it_is_left_keeps_nobody() -> None:
+    feed = BreakingFeed([Subscribed(ONE)])
+    async with asyncio.timeout(600.0):
+        await follow(feed, lambda followers: followers.remove(ANN))
+    assert len(feed.asked) == 1

@@ -189,6 +189,13 @@ class Followers:
             follower.happened("cleared")
 
 
+def _raise_if_cancelled() -> None:
+    """A task group that fails as it is cancelled tells of its failure alone."""
+    task = asyncio.current_task()
+    if task is not None and task.cancelling():
+        raise asyncio.CancelledError
+
+
 class _Follower:
     """One worker: subscribes, applies, and subscribes again, for ever."""
 
@@ -250,6 +257,7 @@ class _Follower:
             except Exception:  # a defect in one worker's stream must not end the gateway: that worker gets no credit
                 log.exception("following %s failed unforeseen", self.following.worker)
                 self._forget(FollowState.QUARANTINED, "an unforeseen error; the gateway's log has it")
+                _raise_if_cancelled()
             await self._interruptible(asyncio.sleep(self._options.long_pause_s))
 
     async def _interruptible(self, act: Coroutine[None, None, None]) -> None:

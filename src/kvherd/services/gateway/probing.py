@@ -9,7 +9,6 @@ import logging
 from collections.abc import Callable
 from typing import Final
 
-from kvherd.core.errors import WorkerError
 from kvherd.core.fleet.health import Health
 from kvherd.core.fleet.roster import Member
 from kvherd.ports.worker import Worker
@@ -49,10 +48,10 @@ async def probed(worker: Worker, *, deadline_s: float, times: int, silent: Calla
         raise error
 
 
-async def _outcome(worker: Worker) -> WorkerError | None:
+async def _outcome(worker: Worker) -> Exception | None:
     try:
         await worker.probe()
-    except WorkerError as error:
+    except Exception as error:  # noqa: BLE001 - raised again above; a cancelled group would tell of it alone
         return error
     return None
 
