@@ -7,7 +7,8 @@ from typing import Any
 
 async def interrupted(work: Coroutine[Any, Any, object], *awaits: int, late: bool = False) -> bool:
     """Run `work` in a task of its own that is cancelled at these of its awaits, 0 being the first, and wait for its
-    end; whether it came to the last of them. What else it raises is raised here.
+    end; whether it came to the last of them. What else it raises is raised here, and if it goes on to its end as if
+    nothing had happened, `AssertionError` is.
 
     `late`: when that for which it waits has come, and before it goes on.
     """
@@ -16,6 +17,7 @@ async def interrupted(work: Coroutine[Any, Any, object], *awaits: int, late: boo
     await asyncio.wait([task])
     if not task.cancelled():
         task.result()
+        assert steps.left == set(awaits), "it was cancelled, and went on"
     return not steps.left
 
 

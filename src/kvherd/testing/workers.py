@@ -75,14 +75,17 @@ class FakeFlight:
     def __init__(self, task: asyncio.Task[None], landed: Landed) -> None:
         self._task = task
         self._landed = landed
+        self._cancelled = False
         task.add_done_callback(self._land)
 
     def cancel(self) -> None:
-        self._task.remove_done_callback(self._land)
+        self._cancelled = True
         self._task.cancel()
 
     def _land(self, task: asyncio.Task[None]) -> None:
-        error = task.exception()
+        error = None if task.cancelled() else task.exception()
+        if self._cancelled:
+            return
         self._landed(error if isinstance(error, Exception) else None)
 
 

@@ -271,7 +271,7 @@ class DataPath(Path):
             await answer
         except asyncio.CancelledError as left:
             ended = turn.gave_up or left
-            if turn.gave_up is None:
+            if turn.gave_up is None or (task is not None and task.cancelling() > 1):  # its client has left, or that too
                 raise
             raise turn.gave_up from None
         except BaseException as error:
