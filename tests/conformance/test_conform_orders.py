@@ -94,8 +94,10 @@ def test_a_flush_whose_caller_left_is_withdrawn(engine: EngineClient) -> None:
     prompt = fresh_prompt()
     engine.complete(prompt, rank=0)
     request = common_pb2.FlushCacheRequest(timeout_s=60)
-    with engine.busy(), refused("DEADLINE_EXCEEDED"):
-        engine.stub.FlushCache(request, timeout=0.5)
+    with engine.busy():
+        with refused("DEADLINE_EXCEEDED"):
+            engine.stub.FlushCache(request, timeout=0.5)
+        engine.until_under_way(0)
     assert engine.complete(prompt, rank=0).cached_tokens > 0
 
 

@@ -206,6 +206,8 @@ class EngineClient:
 
     def _orders_open(self) -> list[float]:
         """The metric, or nothing where there is none."""
+        if self.address.sidecar_port is None:
+            return []
         lines = self.get("/metrics").text.splitlines()
         return [float(line.rpartition(" ")[2]) for line in lines if line.startswith("kvherd_orders_open{")]
 
