@@ -97,3 +97,21 @@ async def test_the_next_address_is_tried_where_one_does_not_answer(monkeypatch: 
         await wires.warm()
         wires.close()
     assert names.connected == ["127.0.0.9", "127.0.0.1"]
+
+
+async def test_an_address_that_is_silent_leaves_time_for_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    server = await asyncio.start_server(lambda _, writer: writer.close(), "127.0.0.1", 0)
+    Names(monkeypatch, "127.0.0.9 127.0.0.1")
+    loop = asyncio.get_running_loop()
+    known = loop.create_connection
+
+    async def create_connection(make: Any, host: str, port: int, **words: Any) -> Any:
+        if host == "127.0.0.9":
+            await asyncio.Event().wait()
+        return await known(make, host, port, **words)
+
+    monkeypatch.setattr(loop, "create_connection", create_connection)
+    async with server:
+        wires = GrpcWires("engine.test", server.sockets[0].getsockname()[1])
+        await wires.warm()
+        wires.close()

@@ -23,6 +23,8 @@ DAY_S: Final = 86_400.0
 _WARNS_S: Final = 14 * DAY_S
 _FAREWELL_S: Final = 2.0
 """Servers of grpc answer no goodbye of TLS; waiting for one longer would only keep the connection."""
+_SILENT_S: Final = 1.0
+"""Whoever connects has a deadline: one address from which nothing comes must not take all of it."""
 _MOST_PEERS: Final = 4096
 HTTP_1: Final = "http/1.1"
 HTTP_2: Final = "h2"
@@ -311,11 +313,12 @@ async def connected(
 async def _reached(
     loop: asyncio.AbstractEventLoop, host: str, port: int, reach: Callable[[str], Awaitable[_Reached]]
 ) -> _Reached:
-    """At the first of its addresses that answers."""
+    """At the first of its addresses that answers, soon if it is not the last."""
     *others, last = await addresses_of(loop, host, port)
     for address in others:
-        with contextlib.suppress(OSError):
-            return await reach(address)
+        with contextlib.suppress(OSError):  # silence is one, too
+            async with asyncio.timeout(_SILENT_S):
+                return await reach(address)
     return await reach(last)
 
 
