@@ -83,13 +83,19 @@ class GrpcWires:
             if wire is not None:
                 return wire
             self._wires = [one for one in self._wires if not one.over]
-            if self._closed:
-                raise OSError("the connection was closed here")
+            self._check_open()
             if len(self._wires) >= self._most:
                 raise OSError(f"it bounds the calls of a connection, and {self._most} connections are full")
             wire = await self._connect()
             self._wires.append(wire)
+            if self._closed:  # meanwhile
+                self.close()
+            self._check_open()
             return wire
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise OSError("the connection was closed here")
 
     async def _connect(self) -> GrpcWire:
         authority = f"[{self._host}]:{self._port}" if ":" in self._host else f"{self._host}:{self._port}"

@@ -144,10 +144,11 @@ class HttpPool:
             if not waiter.done():
                 waiter.set_result(None)
         if self._open:
-            self._emptied = self.loop.create_future()
+            if self._emptied is None:
+                self._emptied = self.loop.create_future()
             for connection in list(self._open):
                 connection.transport.abort()
-            await self._emptied
+            await asyncio.shield(self._emptied)  # another may wait for it, too
 
     @property
     def loop(self) -> asyncio.AbstractEventLoop:
@@ -178,8 +179,10 @@ class HttpPool:
             try:
                 await waiter
             except asyncio.CancelledError:
-                if waiter.done() and not waiter.cancelled():
+                if not waiter.cancelled():
                     self._let_next_in()  # this one's turn came and is not used
+                elif waiter in self._waiting:
+                    self._waiting.remove(waiter)
                 raise
             connection = self._take_idle()
             if connection is not None:
