@@ -13,6 +13,7 @@ from kvherd.services.gateway.credit import Naming
 from kvherd.services.gateway.encodings import EncodingCache
 from kvherd.services.gateway.long_bodies import LongBodies
 from kvherd.services.gateway.prompts import Prompt, read_prompt
+from kvherd.testing.patience import until
 from kvherd.testing.tokenizer import ByteTokenizer
 from kvherd.wire.openai.routing import peek
 
@@ -157,3 +158,27 @@ async def test_what_cannot_fit_is_not_looked_through() -> None:
 async def test_what_is_wrong_with_a_long_body_is_told_in_short(bad: bytes) -> None:
     with pytest.raises(BodyNotJson):
         await LongBodies().peek(bad)
+
+
+async def test_clients_that_leave_occupy_one_thread_and_the_next_has_its_turn_when_that_is_free() -> None:
+    long, goes_on, begun = LongBodies(), threading.Event(), []
+
+    def work() -> None:
+        begun.append(threading.get_ident())
+        assert goes_on.wait(60)
+
+    try:
+        left = [asyncio.ensure_future(long._run(work)) for _ in range(100)]
+        await until(lambda: len(begun) == 1)
+        for one in left:
+            one.cancel()
+            for _ in range(5):  # the next has its turn, if it is one
+                await asyncio.sleep(0)
+        asked = asyncio.ensure_future(long._run(lambda: len(begun)))
+        async with asyncio.timeout(30):
+            assert await asyncio.to_thread(lambda: "others have theirs") == "others have theirs"
+        assert not asked.done()
+    finally:
+        goes_on.set()
+    assert await asked == 1
+    assert all(one.cancelled() for one in left)

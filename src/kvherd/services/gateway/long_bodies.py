@@ -6,7 +6,6 @@ done here in pieces. This module stays with the interpreter.
 
 import asyncio
 import struct
-import threading
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Final, TypeVar
@@ -33,7 +32,6 @@ class LongBodies:
         self._encodings = EncodingCache(long_chars=_ANY_LENGTH)
         self._piece_blocks = piece_blocks
         self._turn = asyncio.Semaphore(1)
-        self._alone = threading.Lock()  # whose client left goes on in its thread for a while
 
     async def peek(self, body: bytes) -> tuple[Peek, Cut | None]:
         """As `peek_long`."""
@@ -81,9 +79,8 @@ class LongBodies:
             prompt.know(naming.model, size, names, lora=naming.lora, bigrams=naming.bigrams)
 
     async def _run(self, work: Callable[[], _T]) -> _T:
-        async with self._turn:
-            return await asyncio.to_thread(self._by_itself, work)
-
-    def _by_itself(self, work: Callable[[], _T]) -> _T:
-        with self._alone:
-            return work()
+        """In a thread. Of whose client left it goes on for a while: until then it is nobody else's turn."""
+        await self._turn.acquire()
+        thread = asyncio.get_running_loop().run_in_executor(None, work)
+        thread.add_done_callback(lambda _: self._turn.release())
+        return await asyncio.shield(thread)
