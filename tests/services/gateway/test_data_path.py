@@ -874,7 +874,19 @@ async def test_a_client_that_left_before_an_answer_was_told_no_status(caplog: py
             asking.cancel()
             await asyncio.wait([asking])
     line = json.loads(caplog.records[-1].message)
-    assert (line["outcome"], line["status"]) == ("left", None)
+    assert (line["outcome"], line["status"], line["worker"], line["tries"]) == ("left", None, ANN, 1)
+
+
+async def test_every_try_counts_however_it_ended(caplog: pytest.LogCaptureFixture) -> None:
+    """1. One worker fails before its answer begins. 2. Of another's the client's own time is over."""
+    async with herd(fake(ANN), fake(BOB, first_byte_s=100.0)) as it:
+        it.store(ANN, "hello world hello world")
+        it.workers[ANN].fails = WorkerFailed(ANN, "broke")
+        body = {"model": "m", "prompt": "hello world hello world"}
+        with caplog.at_level(logging.INFO, "kvherd.access"), pytest.raises(DeadlinePassed):
+            await it.send(body, headers=((b"x-request-timeout", b"5"),))
+    line = json.loads(caplog.records[-1].message)
+    assert (line["outcome"], line["worker"], line["tries"]) == ("DeadlinePassed", BOB, 2)
 
 
 async def test_a_stream_teaches_the_prefill_rate() -> None:

@@ -73,7 +73,7 @@ class AccessLog:
             log.info(line.decode())
 
     def _line(self, turn: Turn, ttft_s: float | None, itl_s: float | None, seconds: float, status: int | None) -> bytes:
-        usage, answered = turn.usage, turn.outcome == "answered"
+        usage = turn.usage
         line = AccessLine(
             _now(),
             turn.request,
@@ -85,7 +85,7 @@ class AccessLog:
             turn.streams,
             turn.outcome,
             status,
-            len(turn.tried) + answered,
+            turn.tries,
             usage.prompt_tokens if usage else None,
             usage.completion_tokens if usage else None,
             turn.predicted,

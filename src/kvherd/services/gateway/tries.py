@@ -65,6 +65,7 @@ class Tries:
         prompt, predicted = turn.prompt, turn.predicted
         tokens = prompt.tokens
         turn.uncached = tokens - (predicted or 0)
+        turn.tries += 1
         turn.sent_at_s, turn.gave_up = now_s, None
         turn.ahead_tokens = member.begin(
             turn.request, prompt_tokens=tokens, uncached_tokens=turn.uncached, now_s=now_s, rank=turn.rank

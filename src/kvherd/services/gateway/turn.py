@@ -49,6 +49,7 @@ class Turn:
         "streams",
         "trial",
         "tried",
+        "tries",
         "uncached",
         "usage",
         "wanted_rank",
@@ -81,6 +82,8 @@ class Turn:
         self.keeper: WorkerId | None = None
         """The one worker that can answer."""
         self.tried: Mapping[WorkerId, WorkerError] = _NOT_TRIED
+        self.tries = 0
+        """How often it was sent to a worker."""
         self.last_error: WorkerError | None = None
         self.gave_up: KvherdError | None = None
         """Why the gateway itself ended the try."""
