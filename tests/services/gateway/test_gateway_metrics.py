@@ -16,7 +16,7 @@ from kvherd.core.ids import RequestId, WorkerId
 from kvherd.ports.completions import Usage
 from kvherd.services.gateway.access import AccessLog
 from kvherd.services.gateway.admission import Admission
-from kvherd.services.gateway.metrics import GatewayMetrics
+from kvherd.services.gateway.metrics import MOST_GONE, GatewayMetrics
 from kvherd.services.gateway.relay.edge import DataRequest
 from kvherd.wire.fleet_json import KvView
 
@@ -47,6 +47,27 @@ def exposed() -> dict[str, str]:
     """Name as a query has it → kind."""
     families = text_string_to_metric_families(whole().text().decode())
     return {f"{each.name}_total" if each.type == "counter" else each.name: each.type for each in families}
+
+
+def test_of_workers_that_come_and_go_under_ever_new_addresses_the_metrics_do_not_grow() -> None:
+    roster, usage = Roster(), Usage(10, 5, 7)
+    roster.join(Member(WorkerId("http://stays")))
+    metrics = whole(roster)
+    workers = [WorkerId("http://stays"), *(WorkerId(f"http://pod{number}") for number in range(500))]
+    for worker in workers:
+        for _ in range(2):
+            metrics.ended(worker, "m", "answered", 0.1)
+        metrics.used(worker, "m", usage, 0.01)
+        metrics.cached(worker, 5, 5)
+        metrics.judged(worker, Verdict.RIGHT)
+        for counted in (metrics.retried, metrics.retry_refused, metrics.sampled, metrics.rebuilt):
+            counted(worker)
+        metrics.healed(worker, "report")
+        metrics.flushed(FanoutReport((WorkerResult(worker, "", Outcome.DONE, "", 0.0),)))
+    metrics.flushed(FanoutReport((WorkerResult(WorkerId("http://flushed"), "", Outcome.DONE, "", 0.0),)))
+    told = metrics.text().decode()
+    assert set(re.findall(r"http://\w+", told)) == {"http://stays", "http://flushed", *workers[-MOST_GONE + 1 :]}
+    assert 'kvherd_gateway_requests_total{model="m",outcome="answered",worker="http://stays"} 2.0' in told
 
 
 def test_the_page_and_the_gateway_have_the_same_metrics_of_the_same_kinds() -> None:

@@ -1,7 +1,7 @@
 """The gateway's metrics, in a registry of its own."""
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Protocol
+from typing import Final, Protocol
 
 from prometheus_client import (
     CollectorRegistry,
@@ -14,15 +14,20 @@ from prometheus_client import (
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from kvherd.core.fleet.fanout import FanoutReport
+from kvherd.core.fleet.fanout import FanoutReport, Outcome
 from kvherd.core.fleet.keyring import Keyring
 from kvherd.core.fleet.roster import Member, Roster, WorkerState
 from kvherd.core.ids import WorkerId
 from kvherd.ports.tls import ServerTls, WorkerTls
 from kvherd.services.gateway.relay.handshake import REASONS
+from kvherd.services.gateway.settings import HealMode
 from kvherd.services.gateway.tallies import TTFT_BUCKETS_S, Tallies
 from kvherd.services.tls.handshakes import Handshakes
 from kvherd.wire.fleet_json import KvView
+
+MOST_GONE: Final = 64
+"""Of so many workers that left, what was counted is kept. Where addresses come and go there would be ever more of them,
+and to tell of a thousand takes half a second, in which nobody is served."""
 
 
 class Admitting(Protocol):
@@ -85,6 +90,8 @@ class GatewayMetrics:
         self._samples = self._counter("usage_samples", "Streams asked for their usage on the gateway's own account")
         self._healings = self._counter("healings", "Full reports asked for, and flushes, of incomplete workers", "how")
         self._rebuilds = self._counter("rebuilds", "Entries of the index rebuilt because predictions were wrong")
+        self._roster: Roster | None = None
+        self._ordered: dict[str, None] = {}
 
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
         return Counter(f"kvherd_gateway_{name}", text, ["worker", *labels], registry=self._registry)
@@ -112,10 +119,12 @@ class GatewayMetrics:
 
     def flushed(self, report: FanoutReport) -> None:
         for result in report.results:
+            self._ordered[result.worker] = None
             self._flushes.labels(result.worker, result.outcome.value).inc()
 
     def watch(self, roster: Roster, kv: Callable[[WorkerId], KvView], clock: Callable[[], float]) -> None:
         """Show the state of every worker whenever the metrics are read."""
+        self._roster = roster
         self._registry.register(_FleetCollector(roster, kv, clock))
 
     def watch_admission(self, admission: Admitting) -> None:
@@ -165,7 +174,25 @@ class GatewayMetrics:
 
     def text(self) -> bytes:
         """The exposition format of Prometheus."""
+        self._forget_gone()
         return generate_latest(self._registry)
+
+    def _forget_gone(self) -> None:
+        """All but the latest of those that left."""
+        roster = self._roster
+        if roster is None:
+            return
+        known = dict.fromkeys((*self.tallies.workers(), *self._ordered))
+        gone = [worker for worker in known if worker and roster.get(WorkerId(worker)) is None]
+        for worker in gone[:-MOST_GONE]:
+            self.tallies.forget(worker)
+            self._ordered.pop(worker, None)
+            for counter in (self._retries, self._retries_refused, self._samples, self._rebuilds):
+                counter.remove(worker)
+            for outcome in Outcome:
+                self._flushes.remove(worker, outcome.value)
+            for how in HealMode:
+                self._healings.remove(worker, how.value)
 
 
 class _WorkerCertificates(Collector):

@@ -90,6 +90,16 @@ class Tallies:
             tally = models[model] = Tally()
         return tally
 
+    def workers(self) -> list[str]:
+        """Of which anything is counted, in the order in which they were met; "" stands for none."""
+        return list(self._requests)
+
+    def forget(self, worker: str) -> None:
+        for counted in (self._requests, self._predicted, self._reported, self._ttft_s, self._itl_s):
+            counted.pop(worker, None)
+        for verdict in Verdict:
+            self._verdicts.pop((worker, verdict.value), None)
+
     def cached(self, worker: str, predicted: int, reported: int | None) -> None:
         self._predicted[worker] = self._predicted.get(worker, 0) + predicted
         if reported is not None:
