@@ -2,8 +2,10 @@
 
 import asyncio
 import hashlib
+import io
 import json
 import threading
+import zipfile
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -17,7 +19,7 @@ from kvherd.adapters import grpc_generations
 from kvherd.adapters.grpc_tokenizer import fetch_tokenizer
 from kvherd.adapters.grpc_worker import GrpcWorker
 from kvherd.adapters.model_files import locate
-from kvherd.adapters.tokenizer import load_tokenizer
+from kvherd.adapters.tokenizer import load_tokenizer, tokenizer_from_zip
 from kvherd.core.errors import (
     CallerError,
     FieldInvalid,
@@ -339,6 +341,39 @@ async def test_the_tokens_that_routing_made_are_used_as_they_are() -> None:
     async with worker_before(script) as worker:
         body = {"model": "herd", "messages": HI}
         await answer_of(worker, call("/v1/chat/completions", body, prompt_token_ids=[1, 2, 3]))
+    assert list(script.requests[0].tokenized.input_ids) == [1, 2, 3]
+
+
+def zipped_otherwise(archive: bytes, old: bytes = b"", new: bytes = b"") -> bytes:
+    """The same files, with another date in the archive, and other words in them."""
+    again = io.BytesIO()
+    with zipfile.ZipFile(io.BytesIO(archive)) as before, zipfile.ZipFile(again, "w") as after:
+        for name in before.namelist():
+            after.writestr(zipfile.ZipInfo(name, (2020, 2, 2, 2, 2, 2)), before.read(name).replace(old, new))
+    return again.getvalue()
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+async def test_tokens_of_another_tokenizer_are_nothing_to_a_worker_whose_model_has_the_same_name(path: str) -> None:
+    """Its template was mended, say, and not all workers are restarted yet."""
+    script, another = (
+        EngineScript(),
+        tokenizer_from_zip(zipped_otherwise(TOKENIZER, b"'<|im_start|>'", b"'<|im_end|>'")),
+    )
+    body = {"model": "herd", "messages": HI, "prompt": "hi"}
+    async with worker_before(script) as worker:
+        await answer_of(worker, call(path, body))
+        await answer_of(worker, call(path, body, prompt_token_ids=[1, 2, 3], tokenizer=another))
+    own, given = (list(request.tokenized.input_ids) for request in script.requests)
+    assert given == own
+
+
+async def test_of_tokenizers_that_say_the_same_there_is_one_however_they_are_packed() -> None:
+    same = tokenizer_from_zip(zipped_otherwise(TOKENIZER))
+    script = EngineScript()
+    async with worker_before(script) as worker:
+        body = {"model": "herd", "messages": HI}
+        await answer_of(worker, call("/v1/chat/completions", body, prompt_token_ids=[1, 2, 3], tokenizer=same))
     assert list(script.requests[0].tokenized.input_ids) == [1, 2, 3]
 
 

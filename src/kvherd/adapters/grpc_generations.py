@@ -235,7 +235,7 @@ class GrpcGenerations:
     async def _openai(
         self, openai: ChatCall | CompletionCall, call: Call, responder: Responder, *, brought: bool
     ) -> None:
-        given = [list(call.prompt_token_ids)] if brought and call.prompt_token_ids else None
+        given = [list(call.prompt_token_ids)] if brought and call.prompt_token_ids and self._made(call) else None
         prompts = given or await self._long_prompts(openai, call)
         watch = _Watch(self._generate_for(call), call.on_first_token)
         completions, request, on_usage = self._completions, call.request, call.on_usage
@@ -252,6 +252,10 @@ class GrpcGenerations:
             openai, request=request, generate=watch.generate, prompts=prompts, on_usage=on_usage
         )
         return _send(call, responder, body)
+
+    def _made(self, call: Call) -> bool:
+        """Whether its tokens are such as this worker's tokenizer makes: of two that say the same there is only one."""
+        return call.tokenizer is None or call.tokenizer is self._tokenizer
 
     async def _generate_natively(self, call: Call, responder: Responder) -> None:
         native = await self._decoded(call.body, decode_generate, decode_long_generate)

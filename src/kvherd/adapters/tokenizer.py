@@ -4,7 +4,10 @@ import io
 import re
 import zipfile
 from collections.abc import Callable
+from hashlib import sha256
 from pathlib import Path
+from typing import Final
+from weakref import WeakValueDictionary
 
 from kvherd.adapters.chat_template import ChatTemplate
 from kvherd.adapters.gguf_vocabulary import read_vocabulary
@@ -182,8 +185,18 @@ def tokenizer_from_directory(path: Path) -> ModelTokenizer:
         raise ModelMissing(str(path), error.strerror or str(error)) from error
 
 
+_living: Final[WeakValueDictionary[bytes, ModelTokenizer]] = WeakValueDictionary()
+"""By what the files say, whatever holds them: archives of the same files may differ in their dates."""
+
+
 def _built(files: dict[str, bytes]) -> ModelTokenizer:
-    made = ModelTokenizer(from_hf_files(files))
+    """The same for the same files, as long as it lives."""
+    said = sha256()
+    for name in sorted(files):
+        said.update(b"%d %b %d " % (len(name), name.encode(), len(files[name])) + files[name])
+    made = _living.get(said.digest())
+    if made is None:
+        made = _living[said.digest()] = ModelTokenizer(from_hf_files(files))
     files.clear()
     give_back_freed_memory()
     return made

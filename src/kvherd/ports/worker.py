@@ -6,7 +6,7 @@ from enum import StrEnum
 from typing import Any, Final, Protocol
 
 from kvherd.core.ids import Rank, RequestId, WorkerId
-from kvherd.ports.completions import Usage
+from kvherd.ports.completions import Tokenizer, Usage
 
 SGLANG_HEALTH_S: Final = 20.0
 """A stock SGLang says that it is well after the next step of its scheduler, and by then that it is not."""
@@ -79,7 +79,9 @@ class NewsTo:
 
 class Call:
     """One request on the data path. `body` is what the client sent, untouched; `prompt_token_ids` is what routing
-    made of it, if it did (a gRPC worker needs it, an HTTP worker does not). `extra_headers` go into the answer.
+    made of it, if it did (a gRPC worker needs it, an HTTP worker does not), with `tokenizer`: they are nothing to a
+    worker that has another one, though its model has the same name. None: with the worker's own. `extra_headers` go
+    into the answer.
 
     `rank`, of an addressable worker, is to serve it, and the worker finds out how to say so.
 
@@ -102,6 +104,7 @@ class Call:
         "rank",
         "request",
         "stream",
+        "tokenizer",
     )
 
     def __init__(  # noqa: PLR0917 - what a call is
@@ -118,6 +121,7 @@ class Call:
         rank: Rank | None = None,
         news: News | None = None,
         ends: tuple[float, float] | None = None,
+        tokenizer: Tokenizer | None = None,
     ) -> None:
         self.method = method
         self.path = path
@@ -131,6 +135,7 @@ class Call:
         self.rank = rank
         self.news = news
         self.ends = ends
+        self.tokenizer = tokenizer
 
     @property
     def on_first_token(self) -> Callable[[], None] | None:
@@ -161,6 +166,7 @@ class Call:
             self.rank,
             self.news,
             self.ends if ends is None else ends,
+            self.tokenizer,
         )
 
 

@@ -262,6 +262,7 @@ async def test_a_prompt_goes_where_its_prefix_is_and_the_header_says_how_much() 
     assert answer.headers["x-kvherd-worker"] == BOB
     assert answer.headers["x-kvherd-predicted-cached-tokens"] == "10"
     assert it.workers[BOB].calls[0].prompt_token_ids == list(b"hello world")
+    assert it.workers[BOB].calls[0].tokenizer is it.fleet.tokenizer("m")
 
 
 @pytest.mark.parametrize(("paired", "tokens", "predicted"), [(False, 33, "32"), (True, 33, "16"), (True, 34, "32")])

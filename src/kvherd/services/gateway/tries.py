@@ -125,6 +125,7 @@ class Tries:
             turn.rank if turn.wanted_rank is None else None,
             _Heard(turn, member, self._fleet, self._late),
             turn.ends,
+            None if prompt.token_ids is None else self._fleet.tokenizer(turn.model),
         )
 
     def learn(self, turn: Turn, member: Member, now_s: float) -> None:
