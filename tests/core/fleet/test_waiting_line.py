@@ -32,6 +32,21 @@ def test_waiting_makes_up_for_length(ageing: float, first: str) -> None:
     assert taken(line)[0] == first
 
 
+@pytest.mark.parametrize("leaves", [False, True])
+def test_when_nobody_waits_any_more_all_are_even_also_where_the_last_one_left(leaves: bool) -> None:
+    line = WaitingLine[str]()
+    line.join("a", name="a", cost_s=30.0, now_s=0.0)
+    last = line.join("b", name="b", cost_s=30.0, now_s=0.0)
+    line.take()
+    if leaves:
+        line.leave(last)
+    else:
+        line.take()
+    for name in "aabbb":
+        line.join(name, name=name, now_s=2.0)
+    assert taken(line) == list("ababb")
+
+
 def test_names_have_turns_by_their_weights() -> None:
     line = WaitingLine[str]()
     for _ in range(40):

@@ -67,8 +67,6 @@ class WaitingLine(Generic[T]):
         self._at = self._clocks[name]
         self._clocks[name] += ticket.cost_s / ticket.weight
         self._remove(ticket, 0)
-        if not self._waiting:
-            self._clocks.clear()
         return ticket
 
     def leave(self, ticket: Ticket[T]) -> bool:
@@ -88,6 +86,8 @@ class WaitingLine(Generic[T]):
         del line[place]
         if not line:
             del self._waiting[ticket.name]
+            if not self._waiting:
+                self._clocks.clear()
         self._length -= 1
 
     def _forget_paid(self) -> None:
