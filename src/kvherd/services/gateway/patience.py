@@ -137,6 +137,8 @@ class Wait:
         waited_s = now_s - self.began_s
         if self._ends is not None and now_s >= self._ends[0]:
             self._who.give_up(DeadlinePassed(self._ends[1]))
+        elif self._started:  # uvloop calls up to half a millisecond before the time
+            self.go_on(now_s)
         elif waited_s >= bounds.first_byte_s:
             self._who.give_up(WorkerTimedOut(self._member.worker, bounds.first_byte_s))
         elif isinstance(verdict, Down):
