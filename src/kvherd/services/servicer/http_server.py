@@ -36,17 +36,32 @@ async def http_server(app: ASGIApp, listener: socket.socket, *, drain_s: float) 
         server_header=False,
     )
     server = _QuietServer(config)
-    async with asyncio.TaskGroup() as group:
-        serving = group.create_task(server.serve(sockets=[listener]))
-        try:
-            async with asyncio.timeout(START_DEADLINE_S):
-                while not server.started and not serving.done():  # noqa: ASYNC110 - uvicorn tells by this flag alone
-                    await asyncio.sleep(0.001)
-            yield
-        finally:
-            server.should_exit = True
-            _, late = await asyncio.wait((serving,), timeout=drain_s + STOP_GRACE_S)
-            if late:
-                log.warning("the HTTP server did not stop in time and is cut off")
-                serving.cancel()
-            listener.close()
+    try:
+        async with asyncio.TaskGroup() as group:
+            serving = group.create_task(server.serve(sockets=[listener]))
+            try:
+                async with asyncio.timeout(START_DEADLINE_S):
+                    while not server.started and not serving.done():  # noqa: ASYNC110 - uvicorn tells by this alone
+                        await asyncio.sleep(0.001)
+                yield
+            finally:
+                server.should_exit = True
+                _, late = await asyncio.wait((serving,), timeout=drain_s + STOP_GRACE_S)
+                if late:
+                    log.warning("the HTTP server did not stop in time and is cut off")
+                    serving.cancel()
+    finally:
+        _cut_off(server)
+        listener.close()
+
+
+def _cut_off(server: uvicorn.Server) -> None:
+    """End what is left of it: uvicorn leaves everything as it is when it is cancelled."""
+    for door in getattr(server, "servers", ()):
+        door.close()
+    for task in server.server_state.tasks:
+        task.cancel()
+    for connection in list(server.server_state.connections):
+        transport = getattr(connection, "transport", None)
+        if transport is not None:
+            transport.abort()
