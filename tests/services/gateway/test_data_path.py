@@ -44,6 +44,7 @@ from kvherd.core.text.calls import ChatCall
 from kvherd.ports.completions import Tokenizer, Usage
 from kvherd.ports.kv_feed import KvFeed
 from kvherd.ports.worker import Call, Responder, WorkerFacts, WorkerKind, WorkerLoad
+from kvherd.services.gateway import chat
 from kvherd.services.gateway.audit import Audit
 from kvherd.services.gateway.chat import DataPath, PathConfig
 from kvherd.services.gateway.credit import Credit
@@ -797,6 +798,43 @@ async def test_two_requests_of_one_id_reach_a_worker_under_two() -> None:
         assert {call.request for call in it.workers[ANN].calls} == {"r", "r-2"}
 
 
+@pytest.mark.net
+async def test_two_requests_of_one_id_that_are_read_in_a_thread_reach_a_worker_under_two() -> None:
+    both, named = asyncio.Event(), []
+
+    class Together(FakeWorker):
+        async def forward(self, call: Call, responder: Responder) -> None:
+            named.append(call.request)
+            if len(named) == 2:
+                both.set()
+            await both.wait()
+            await super().forward(call, responder)
+
+    async with herd(Together(ANN, facts=FACTS)) as it:
+        await asyncio.gather(*(it.ask(f"{number} and so on" * 30_000) for number in range(2)))
+        assert sorted(named) == ["r", "r-2"]
+        assert not it.member(ANN).in_flight
+
+
+async def test_names_for_many_requests_of_one_id_are_not_looked_for_from_the_first_one_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A proxy that gives every request the same id would have each pay for all others."""
+    tried: list[str] = []
+
+    def name(text: str) -> RequestId:
+        tried.append(text)
+        return RequestId(text)
+
+    monkeypatch.setattr(chat, "RequestId", name)
+    async with herd(fake(ANN, first_byte_s=1.0)) as it:
+        for _ in range(2):
+            many = [asyncio.ensure_future(it.ask()) for _ in range(300)]
+            await asyncio.gather(*many)
+        assert len({call.request for call in it.workers[ANN].calls}) == 300
+    assert len(tried) < 2 * 300
+
+
 async def test_the_log_has_the_figures_and_never_the_prompt(caplog: pytest.LogCaptureFixture) -> None:
     usage = Usage(prompt_tokens=11, cached_tokens=10, completion_tokens=2)
     async with herd(fake(ANN, usage=usage)) as it:
@@ -1210,7 +1248,7 @@ async def test_a_client_that_leaves_in_the_turn_in_which_it_asked_costs_no_worke
         flight.cancel()
         await asyncio.sleep(1.0)
         assert (it.workers[ANN].calls, landings) == ([], [])
-        assert (it.member(ANN).in_flight, it.path._alive) == ({}, set())
+        assert (it.member(ANN).in_flight, it.path._alive) == ({}, {})
 
 
 async def test_a_prompt_that_breaks_what_reads_it_ends_its_own_request_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -111,7 +111,8 @@ class DataPath(Path):
         self._long = LongBodies()
         self._access = access or AccessLog(metrics)
         self._budget = RetryBudget()
-        self._alive: set[RequestId] = set()
+        self._alive: dict[RequestId, int] = {}
+        """Under way, each with how many were named after it."""
         self._loop: asyncio.AbstractEventLoop | None = None
         self._together = together or LoopTurn()
 
@@ -202,7 +203,7 @@ class DataPath(Path):
         began_s: float,
     ) -> Turn:
         prompt = Prompt(incoming.body)
-        turn = Turn(incoming, self._unique(incoming.request), asked, model, prompt, Witness(responder), began_s)
+        turn = Turn(incoming, incoming.request, asked, model, prompt, Witness(responder), began_s)
         turn.keeper = keeper
         heed(turn, incoming.headers)
         return turn
@@ -213,7 +214,8 @@ class DataPath(Path):
         return turn.incoming.path, turn.incoming.body, turn.asked, tokenizer, self._encodings
 
     def _begin(self, turn: Turn) -> None:
-        self._alive.add(turn.request)
+        turn.request = self._unique(turn.request)  # named and noted in one step: another may have come meanwhile
+        self._alive[turn.request] = 1
         self._budget.earn(turn.began_s)
 
     async def finish(self, turn: Turn, answer: Awaitable[None] | None = None) -> None:
@@ -327,10 +329,14 @@ class DataPath(Path):
 
     def _unique(self, request: RequestId) -> RequestId:
         """A client may use one id for several requests; a worker may not be given one twice at a time."""
-        number, unique = 1, request
-        while unique in self._alive:
+        alive = self._alive
+        if request not in alive:
+            return request
+        number, unique = alive[request], request
+        while unique in alive:
             number += 1
             unique = RequestId(f"{request}-{number}")
+        alive[request] = number
         return unique
 
     def close(self, turn: Turn, error: BaseException | None, now_s: float) -> None:
@@ -341,7 +347,7 @@ class DataPath(Path):
             turn.outcome = "left"
         elif isinstance(error, KvherdError):
             turn.outcome = type(error).__name__
-        self._alive.discard(turn.request)
+        self._alive.pop(turn.request, None)
         if turn.outcome == "answered" and turn.member is not None and turn.witness.status == 200:
             self.tries.learn(turn, turn.member, now_s)
         self._access.ended(turn, now_s=now_s, error=error)
