@@ -52,7 +52,7 @@ class OrderDesk:
         except TimeoutError:
             self.withdraw(order, self._orders.silent(order))
             return self._orders.close(order)
-        except asyncio.CancelledError:
+        except (asyncio.CancelledError, QueueFull):
             self.withdraw(order, self._orders.silent(order))
             raise
         finally:
