@@ -329,3 +329,10 @@ async def test_an_order_that_a_rank_left_without_an_answer_is_withdrawn_at_its_t
         assert report.silent == (0,)
         order = await rank.ordered()
         assert await rank.hears() == ipc.Withdraw(order)
+
+
+async def test_a_socket_that_cannot_be_made_is_told_and_leaves_none(tmp_path: Path) -> None:
+    scheduler = ZmqScheduler(tmp_path / "gone")
+    with pytest.raises(StartFailed, match="its socket cannot be made"):
+        await scheduler.__aenter__()
+    assert scheduler._context.closed

@@ -64,6 +64,7 @@ class _Stream:
 
 class ZmqScheduler:
     """Use as an async context manager around the rank processes: enter it before they start, leave it after they ended.
+    Entering raises `StartFailed` where no socket can be made.
 
     `on_failed` is called once, with the reason, when the scheduler can never serve again.
     """
@@ -91,7 +92,11 @@ class ZmqScheduler:
         self.bad_frames = 0
 
     async def __aenter__(self) -> Self:
-        self._news.bind(f"ipc://{self._ipc_dir}/out")
+        try:
+            self._news.bind(f"ipc://{self._ipc_dir}/out")
+        except zmq.ZMQError as error:
+            self._close()  # a context with an open socket stands still when it is collected
+            raise StartFailed("the scheduler", f"its socket cannot be made: {error.strerror}") from error
         await self._reader.__aenter__()
         self._reading = self._reader.create_task(self._read())
         return self
@@ -105,9 +110,12 @@ class ZmqScheduler:
         try:
             await self._reader.__aexit__(None, None, None)
         finally:
-            for socket in [*self._to_ranks.values(), self._news]:
-                socket.close(linger=0)
-            self._context.term()
+            self._close()
+
+    def _close(self) -> None:
+        for socket in [*self._to_ranks.values(), self._news]:
+            socket.close(linger=0)
+        self._context.term()
 
     # --- what the port promises ------------------------------------------------------------
 
