@@ -14,6 +14,7 @@ import pytest
 from kvherd.core.errors import PortInUse, StartFailed
 from kvherd.services.engine.rank_plan import ipc_directory, rank_configs
 from kvherd.services.engine.ranks import RankProcesses
+from kvherd.testing.interrupted import interrupted, tasks_left
 from kvherd.testing.rank_client import RankClient
 
 
@@ -68,6 +69,24 @@ async def test_a_cancellation_leaves_no_process() -> None:
             await asyncio.wait_for(body(), timeout=0.3)
     assert pids
     assert not any(_alive(pid) for pid in pids)
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("awaits", [(0, 1), (1, 2), (0, 1, 2)])
+async def test_an_end_that_is_cancelled_again_leaves_no_process_and_no_pipe(awaits: tuple[int, ...]) -> None:
+    pids: list[int] = []
+    with ipc_directory() as directory:
+        configs = rank_configs("tiny", ranks=1, port=0, ipc_dir=directory)
+
+        async def whole_life() -> None:
+            async with RankProcesses(configs, on_exit=_nobody) as processes:
+                pids.extend(processes.pids.values())
+                await asyncio.sleep(0.1)
+
+        assert await interrupted(whole_life(), *awaits)
+    assert pids
+    assert not any(_alive(pid) for pid in pids)
+    assert tasks_left() == []
 
 
 @pytest.mark.engine

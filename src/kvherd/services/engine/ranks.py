@@ -26,6 +26,9 @@ from kvherd.wire.rank_config import RankConfig, encode_rank_config
 
 log = logging.getLogger(__name__)
 
+_KILLED_S = 2.0
+"""A process that was killed is gone in less than a millisecond, unless the machine stands still."""
+
 OnExit = Callable[[Rank, str], None]
 """Told once of each rank that ended without having been asked to, with its reason in words."""
 
@@ -72,11 +75,13 @@ class RankProcesses:
         log_lines = asyncio.StreamReader()
         loop = asyncio.get_running_loop()
         pipe, _ = await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(log_lines), process.stderr)
-        while chunk := await log_lines.read(65_536):
-            for level, text in words.hear(chunk):
-                if not self._stopping:
-                    log.log(level, "rank %d: %s", rank, text)
-        pipe.close()
+        try:
+            while chunk := await log_lines.read(65_536):
+                for level, text in words.hear(chunk):
+                    if not self._stopping:
+                        log.log(level, "rank %d: %s", rank, text)
+        finally:
+            pipe.close()
         status = await asyncio.to_thread(process.wait)  # its pipe is closed: this takes no time
         if not self._stopping:
             self._on_exit(rank, _reason(status, words.last))
@@ -92,7 +97,16 @@ class RankProcesses:
             for process in self._processes.values():
                 if process.stdin is not None:
                     process.stdin.close()
-            await self._group.__aexit__(None, None, None)
+            try:
+                await self._group.__aexit__(None, None, None)
+            finally:
+                self._reap()
+
+    def _reap(self) -> None:
+        """Of those whose watcher was cancelled nobody else would."""
+        for process in self._processes.values():
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(timeout=_KILLED_S)
 
     def _signal_all(self, number: signal.Signals) -> None:
         for process in self._processes.values():
