@@ -234,6 +234,23 @@ async def test_a_launched_request_left_after_any_number_of_turns_gives_everythin
             assert it.held() == {}
 
 
+@pytest.mark.parametrize("launched", [False, True], ids=["awaited", "launched"])
+async def test_one_that_fails_unforeseen_as_it_is_sent_gives_everything_back(
+    launched: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def sent(*_: object) -> None:
+        raise RuntimeError("a defect")
+
+    monkeypatch.setattr(Credit, "sent", sent)
+    async with gate(worker(ANN, launches=True)) as it:
+        if launched:
+            await leave_after(3, it)
+        else:
+            with pytest.raises(RuntimeError, match="a defect"):
+                await it.ask()
+        assert it.held() == {}
+
+
 async def leave_after(turns: int, it: Gate) -> None:
     """As a client's connection does."""
     flights: list[Flight] = []

@@ -73,9 +73,13 @@ class Tries:
         if predicted is not None:
             alone = not prompt.several and not turn.asked.branches
             turn.trial = self._audit.begin(member, turn.match, prompt_tokens=tokens, alone=alone)
-        call, responder = self._edited(turn, member)
-        if self._credit is not None:
-            self._credit.sent(turn.request, prompt, member, turn.rank, turn.match)
+        try:
+            call, responder = self._edited(turn, member)
+            if self._credit is not None:
+                self._credit.sent(turn.request, prompt, member, turn.rank, turn.match)
+        except Exception as error:
+            self.end(turn, error, now_s)  # or it would count as under way there for ever
+            raise
         return call, responder
 
     def end(self, turn: Turn, error: BaseException | None, now_s: float) -> None:
