@@ -221,7 +221,11 @@ def test_an_engine_that_is_killed_and_started_again_is_data_loss_and_then_a_fres
     assert epoch_of(fresh) != epoch
     assert [event.WhichOneof("data") for event in next(fresh).events] == ["cleared"]
     new = pair.store(16)
-    assert tokens_until(fresh, 16)[0][:16] == new
+    try:
+        assert tokens_until(fresh, 16)[0][:16] == new
+    except grpc.RpcError as error:
+        error.add_note(f"the bridge said:\n{pair.bridge.process.said}\nthe engine:\n{pair.engine.process.said}")
+        raise
     fresh.cancel()
 
 
