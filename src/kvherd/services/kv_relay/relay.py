@@ -74,6 +74,11 @@ class _RankLine:
         self.asked_s = 0.0
         self.lag = Lag()
 
+    def doubt_no_more(self) -> None:
+        if self.doubt_ends is not None:
+            self.doubt_ends.cancel()
+            self.doubt_ends = None
+
     def view(self, history: RankHistory, now_s: float) -> RankView:
         return RankView(
             self.rank,
@@ -179,8 +184,7 @@ class KvRelay:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         for line in self._lines.values():
-            if line.doubt_ends is not None:
-                line.doubt_ends.cancel()
+            line.doubt_no_more()
         self._life.finish(StreamBroken("the relay is stopping"))
         for task in self._tasks:
             task.cancel()
@@ -227,9 +231,8 @@ class KvRelay:
             self._life.tell()
         if line.feed.doubt and line.doubt_ends is None and not line.taken_back:
             self._doubt(line, _DOUBT_TURNS)
-        elif not line.feed.doubt and line.doubt_ends is not None:
-            line.doubt_ends.cancel()
-            line.doubt_ends = None
+        elif not line.feed.doubt:
+            line.doubt_no_more()
 
     def _doubt(self, line: _RankLine, turns: int) -> None:
         if turns:
@@ -297,6 +300,7 @@ class KvRelay:
     def _void(self, line: _RankLine, end: StreamLost, unknown_before: int = 0) -> None:
         """End the epoch; the next begins with the other ranks as they are and this one empty."""
         log.warning("%s", end)
+        line.doubt_no_more()  # what is told from now on has a time of its own in which it may be in doubt
         line.decoder, line.named = KvDecoder(), None
         self._barrier.forget(line.rank)
         self._end_life(end, {line.rank: None})
