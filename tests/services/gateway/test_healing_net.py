@@ -149,7 +149,7 @@ async def test_in_an_epoch_that_began_late_nothing_is_predicted_that_was_evicted
     """Chains are told again while others push them out. What an engine says in the middle of an answer is there before
     its end; what it says last may not be when the next request comes, and then nothing is decided.
     """
-    async with late("direct", StockVllm(blocks=30, step_s=0.003)) as client:
+    async with late("direct", StockVllm(blocks=30, step_s=0.01)) as client:
         for number in range(40):
             said = CONVERSATIONS[number % 3] + "and so on " * (number % 5)
             await chat(client, said)
