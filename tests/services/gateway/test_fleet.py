@@ -376,15 +376,21 @@ async def test_a_worker_that_cannot_be_made_is_no_member() -> None:
         assert len(it.fleet.roster) == 0
 
 
-async def test_a_renewed_connection_takes_what_comes_and_the_old_one_ends_with_what_it_has() -> None:
+def remember_made(fleet: Fleet) -> list[FakeWorker]:
+    """Every worker that the fleet makes from now on, in that order."""
     made: list[FakeWorker] = []
 
     def make(url: str, key: str | None) -> FakeWorker:
         made.append(FakeWorker(WorkerId(url), facts=FACTS))
         return made[-1]
 
+    fleet._worker_factory = make
+    return made
+
+
+async def test_a_renewed_connection_takes_what_comes_and_the_old_one_ends_with_what_it_has() -> None:
     async with yard() as it:
-        it.fleet._worker_factory = make
+        made = remember_made(it.fleet)
         member = it.fleet.add(WorkerSpec(ANN, labels={"sidecar": "http://ann:9"}))
         await asyncio.sleep(0.1)
         member.begin(RequestId("old"), prompt_tokens=1, uncached_tokens=1, now_s=0.0)
@@ -401,14 +407,8 @@ async def test_a_renewed_connection_takes_what_comes_and_the_old_one_ends_with_w
 
 
 async def test_a_connection_renewed_at_the_very_end_is_closed_too() -> None:
-    made: list[FakeWorker] = []
-
-    def make(url: str, key: str | None) -> FakeWorker:
-        made.append(FakeWorker(WorkerId(url), facts=FACTS))
-        return made[-1]
-
     async with yard() as it:
-        it.fleet._worker_factory = make
+        made = remember_made(it.fleet)
         it.fleet.add(WorkerSpec(ANN))
         await asyncio.sleep(0.1)
         it.fleet.renew(lambda worker: worker == ANN)

@@ -2,14 +2,13 @@
 
 import asyncio
 from collections import deque
-from types import TracebackType
-from typing import Self
 
 from kvherd.core.ids import EngineHash, Rank
 from kvherd.core.kv.events import BlocksStored
 from kvherd.core.kv.frames import Connected, Disconnected, Frame, Received, Replayed
 from kvherd.core.kv.stream import EpochEnded
 from kvherd.services.kv_relay.relay import KvRelay, RelayOptions
+from kvherd.testing.kv_feeds import OpenFeed
 from kvherd.wire.vllm_kv import encode_batch
 
 RANK = Rank(0)
@@ -18,7 +17,7 @@ BROKEN_S, RESTARTED_S = 10.0, 10.5
 OPTIONS = RelayOptions(probe_s=1.0, replay_silence_s=0.2, doubt_s=2.0)
 
 
-class RestartedEngine:
+class RestartedEngine(OpenFeed):
     """A feed of an engine that is killed and soon there again, with nothing: it answers replays before its events are
     connected anew.
     """
@@ -30,14 +29,6 @@ class RestartedEngine:
         self._changes: deque[tuple[float, Connected | Disconnected]] = deque(
             [(0.0, Connected()), (BROKEN_S, Disconnected("it is broken")), (connected_again_s, Connected())]
         )
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        pass
 
     async def next(self, *, within_s: float) -> Received | Connected | Disconnected | None:
         now_s = asyncio.get_running_loop().time()

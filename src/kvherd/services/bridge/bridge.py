@@ -14,7 +14,7 @@ from kvherd.core.errors import PortInUse, WorkerError
 from kvherd.ports.tls import ServerTls
 from kvherd.ports.worker import WorkerFacts
 from kvherd.services.bridge.engine_doors import ANSWER_S
-from kvherd.services.grpc_start import start_or_leave_none, stop_within
+from kvherd.services.grpc_lifetime import start_or_leave_none, stop_within
 from kvherd.services.kv_relay.grpc_edge import CONNECTION_OPTIONS
 from kvherd.services.tls.grpc_credentials import server_credentials
 from kvherd.services.tls.handshakes import Handshakes

@@ -16,7 +16,7 @@ from kvherd.core.errors import KvherdError
 from kvherd.ports.tls import ServerTls
 from kvherd.services.gateway.caller import caller
 from kvherd.services.gateway.console import Console
-from kvherd.services.grpc_start import start_or_leave_none, stop_within
+from kvherd.services.grpc_lifetime import start_or_leave_none, stop_within
 from kvherd.services.tls.grpc_credentials import server_credentials
 from kvherd.wire.gateway_pb import flush_response, worker_message
 from kvherd.wire.proto import kvherd_gateway_v1_pb2 as pb

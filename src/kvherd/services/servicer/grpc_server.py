@@ -10,7 +10,7 @@ from grpc_reflection.v1alpha import reflection
 from smg_grpc_proto.generated import sglang_scheduler_pb2, sglang_scheduler_pb2_grpc
 
 from kvherd.core.errors import PortInUse
-from kvherd.services.grpc_start import start_or_leave_none, stop_within
+from kvherd.services.grpc_lifetime import start_or_leave_none, stop_within
 from kvherd.services.kv_relay.grpc_edge import CONNECTION_OPTIONS
 from kvherd.services.servicer.config import ServicerConfig
 from kvherd.services.servicer.grpc_service import SglangService

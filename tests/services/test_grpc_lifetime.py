@@ -9,7 +9,7 @@ import grpc
 import grpc.aio
 import pytest
 
-from kvherd.services.grpc_start import start_or_leave_none, stop_within
+from kvherd.services.grpc_lifetime import start_or_leave_none, stop_within
 from kvherd.testing.interrupted import interrupted
 from kvherd.testing.patience import until
 from kvherd.testing.processes import can_bind, free_ports
