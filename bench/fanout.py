@@ -22,7 +22,7 @@ from pathlib import Path
 from kvherd.adapters.http_worker import HttpWorker
 from kvherd.core.fleet.fanout import FanoutReport, Outcome
 from kvherd.core.ids import WorkerId
-from kvherd.services.gateway.orders import GRACE_S, Addressee, flush_fleet
+from kvherd.services.gateway.orders import GRACE_S, UNHEEDED, Addressee, flush_fleet
 
 OUT = Path(__file__).parent / "out" / "fanout.json"
 GOAL = 1.05
@@ -107,7 +107,7 @@ async def measure(ports: list[int], dead_port: int, args: argparse.Namespace) ->
 
 async def timed(fleet: list[Addressee], timeout_s: float) -> tuple[float, FanoutReport]:
     began = time.perf_counter()
-    report = await flush_fleet(fleet, timeout_s=timeout_s, flushed=lambda _, __: None)
+    report = await flush_fleet(fleet, timeout_s=timeout_s, heed=UNHEEDED)
     return time.perf_counter() - began, report
 
 

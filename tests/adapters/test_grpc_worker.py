@@ -27,6 +27,7 @@ from kvherd.core.errors import (
     WorkerError,
     WorkerFailed,
     WorkerRefused,
+    WorkerTimedOut,
     WorkerUnreachable,
     WorkerUnsupported,
 )
@@ -565,11 +566,22 @@ async def test_an_engine_that_is_not_ours_says_that_it_holds_nothing() -> None:
 
 async def test_a_flush_that_stalls_is_on_its_way_and_ends_at_the_callers_deadline() -> None:
     opened: list[bool] = []
+    doubts: list[bool] = []
     async with worker_before(EngineScript(flush="stall")) as worker:
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.3):
-                await worker.flush(timeout_s=9.0, opened=lambda: opened.append(True))
-    assert opened == [True]
+                await worker.flush(timeout_s=9.0, opened=lambda: opened.append(True), in_doubt=doubts.append)
+        await worker.detect()
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.3):
+                await worker.flush(timeout_s=9.0, in_doubt=doubts.append)
+    assert (opened, doubts) == ([True], [True]), "kvherd's own engine takes it back"
+
+
+async def test_what_a_bridge_calls_in_doubt_is_no_answer() -> None:
+    async with worker_before(EngineScript(flush="in doubt")) as worker:
+        with pytest.raises(WorkerTimedOut):
+            await worker.flush(timeout_s=1.0)
 
 
 async def test_a_token_that_is_not_in_the_vocabulary_has_no_text() -> None:

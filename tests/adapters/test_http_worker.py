@@ -730,6 +730,28 @@ async def test_vllm_is_asked_until_it_could() -> None:
         assert (answer.done, tries, opened) == (True, 3, [True])
 
 
+async def test_only_an_order_that_waits_for_its_answer_and_cannot_be_taken_back_is_in_doubt() -> None:
+    """vLLM answers each time that it is asked; SGLang waits, and kvherd does but forgets who leaves."""
+    busy_once = iter(("reset_busy.json", "reset_done.json"))
+
+    async def busy(request: RawRequest, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if request.target == "/reset_prefix_cache":
+            writer.write(json_answer(recorded(next(busy_once))))
+        else:
+            await paths(VLLM)(request, reader, writer)
+
+    expected: tuple[tuple[Callable[..., Any], float, list[bool]], ...] = (
+        (busy, 5.0, [True, False, True, False]),
+        (paths(SGLANG), 0.0, [True]),
+        (paths(KVHERD), 2.5, []),
+    )
+    for engine, timeout_s, doubts in expected:
+        told: list[bool] = []
+        async with RawServer(engine) as server, worker_at(server.url) as worker:
+            await worker.flush(timeout_s=timeout_s, in_doubt=told.append)
+        assert told == doubts
+
+
 async def test_vllm_that_stays_busy_times_out_on_time() -> None:
     busy = VLLM | {"POST /reset_prefix_cache": json_answer(recorded("reset_busy.json"))}
     async with RawServer(paths(busy)) as server, worker_at(server.url) as worker:

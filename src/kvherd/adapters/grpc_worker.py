@@ -34,6 +34,7 @@ from kvherd.ports.worker import (
     Call,
     Flight,
     FlushAnswer,
+    InDoubt,
     Landed,
     Opened,
     ProfileAnswer,
@@ -44,7 +45,7 @@ from kvherd.ports.worker import (
     WorkerLoad,
     not_held,
 )
-from kvherd.wire.sglang_pb import HOLD_KEY, RANKS_KEY
+from kvherd.wire.sglang_pb import HOLD_KEY, IN_DOUBT_KEY, RANKS_KEY
 from kvherd.wire.worker_pb import struct_values
 
 _ranks = msgspec.json.Decoder(list[RankOutcome])
@@ -73,7 +74,7 @@ class GrpcWorker:
         self._former_sidecars: list[GrpcSidecar] = []
         self._dialect = SGLANG
         self._generations: GrpcGenerations | None = None
-        self._can_hold = False
+        self._is_ours = False
         self._lacks = ""
 
     @property
@@ -166,7 +167,12 @@ class GrpcWorker:
     async def tokenize(self, body: bytes) -> list[int]:
         raise WorkerUnsupported(self._id, "telling its tokens: it is given tokens")
 
-    async def flush(self, *, timeout_s: float, hold: bool = False, opened: Opened | None = None) -> FlushAnswer:
+    async def flush(
+        self, *, timeout_s: float, hold: bool = False, opened: Opened | None = None, in_doubt: InDoubt | None = None
+    ) -> FlushAnswer:
+        """kvherd's own engine takes back the order of a caller who left, and tells its clear at once; of no other is
+        that known.
+        """
         if self._dialect.stub is None:
             raise WorkerUnsupported(self._id, "flushing its cache")
         await connect(self._channel, self._id)
@@ -177,19 +183,24 @@ class GrpcWorker:
                 await asyncio.sleep(0)  # the call goes out; grpc tells of nothing between that and the answer
                 if opened is not None:
                     opened()
+                if in_doubt is not None and not self._is_ours:
+                    in_doubt(True)
                 answer = await order
             except grpc.aio.AioRpcError as error:
                 if error.code() is not grpc.StatusCode.DEADLINE_EXCEEDED:
                     raise
                 # the engine's own word that its wait is over, with what it waited for; our own deadline is no status
-                ranks = _rank_outcomes(error.trailing_metadata())
+                trailers = error.trailing_metadata()
+                if any(key == IN_DOUBT_KEY for key, _ in trailers):
+                    raise WorkerTimedOut(self._id, timeout_s) from None
+                ranks = _rank_outcomes(trailers)
                 return FlushAnswer(False, error.details() or "its wait is over", ranks, timed_out=True)
             else:
                 trailers = await order.trailing_metadata()
             finally:
                 order.cancel()
         flushed = FlushAnswer(answer.success, answer.message, _rank_outcomes(trailers))
-        return not_held(flushed) if hold and not self._can_hold else flushed
+        return not_held(flushed) if hold and not self._is_ours else flushed
 
     async def start_profile(self, fields: Mapping[str, object]) -> ProfileAnswer:
         """Over the sidecar, which takes every field; without one over gRPC, which has a few of them."""
@@ -275,7 +286,7 @@ class GrpcWorker:
             addressable=True,
             health_s=0.0 if is_ours else SGLANG_HEALTH_S,
         )
-        self._can_hold = is_ours
+        self._is_ours = is_ours
         traits = ModelTraits(
             name=facts.models[0],
             max_context_tokens=facts.max_context_tokens,

@@ -1,13 +1,13 @@
 """Clearing a worker's cache over HTTP, each engine in its own way."""
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from kvherd.adapters.http_exchange import HttpAnswer, HttpAsker
 from kvherd.core.errors import WorkerRefused, WorkerUnsupported
 from kvherd.core.ids import Rank, WorkerId
-from kvherd.ports.worker import FlushAnswer, Opened, RankOutcome
+from kvherd.ports.worker import FlushAnswer, InDoubt, Opened, RankOutcome
 
 _FIRST_PAUSE_S = 0.05
 _LONGEST_PAUSE_S = 0.5
@@ -34,14 +34,18 @@ async def flush_by_url(
     return FlushAnswer(done=done, message=text, ranks=ranks, timed_out=late)
 
 
-async def flush_vllm(worker: WorkerId, asker: HttpAsker, *, timeout_s: float, opened: Opened | None) -> FlushAnswer:
+async def flush_vllm(
+    worker: WorkerId, asker: HttpAsker, *, timeout_s: float, opened: Opened | None, in_doubt: InDoubt | None
+) -> FlushAnswer:
     """vLLM answers at once whether it could; so it is asked until it could or the time is over."""
     loop = asyncio.get_running_loop()
     end_s = loop.time() + timeout_s
     pause_s = _FIRST_PAUSE_S
     while True:
-        answer = await asker.ask("POST", "/reset_prefix_cache", sent=opened)
+        answer = await asker.ask("POST", "/reset_prefix_cache", sent=both(opened, in_doubt))
         opened = None
+        if in_doubt is not None:
+            in_doubt(False)
         if answer.status == 404:
             raise WorkerUnsupported(worker, "flush (vLLM must be started with VLLM_SERVER_DEV_MODE=1)")
         if not answer.ok:
@@ -55,6 +59,18 @@ async def flush_vllm(worker: WorkerId, asker: HttpAsker, *, timeout_s: float, op
             return FlushAnswer(done=False, message=why, timed_out=late)
         await asyncio.sleep(min(pause_s, left_s))
         pause_s = min(pause_s * 2, _LONGEST_PAUSE_S)
+
+
+def both(opened: Opened | None, in_doubt: InDoubt | None) -> Callable[[], None]:
+    """What is called once an order was sent whose caller may not learn what becomes of it."""
+
+    def sent() -> None:
+        if opened is not None:
+            opened()
+        if in_doubt is not None:
+            in_doubt(True)
+
+    return sent
 
 
 def _vllm_did(answer: HttpAnswer) -> bool:

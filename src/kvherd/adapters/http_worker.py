@@ -7,7 +7,7 @@ from typing import Final, assert_never
 from kvherd.adapters.http_connection import NoDescriptor, UpstreamBroken, UpstreamConnection, UpstreamUnreachable
 from kvherd.adapters.http_detect import detect
 from kvherd.adapters.http_exchange import HttpAnswer, HttpAsker, pool_to
-from kvherd.adapters.http_flush import flush_by_url, flush_vllm
+from kvherd.adapters.http_flush import both, flush_by_url, flush_vllm
 from kvherd.adapters.http_load import kvherd_load, metrics_load
 from kvherd.adapters.http_pool import HttpPool
 from kvherd.adapters.http_profile import engine_metrics, start_profile, stop_profile
@@ -29,6 +29,7 @@ from kvherd.ports.worker import (
     Call,
     Flight,
     FlushAnswer,
+    InDoubt,
     Landed,
     Opened,
     ProfileAnswer,
@@ -168,17 +169,22 @@ class HttpWorker:
             raise WorkerRefused(self._id, f"POST /tokenize gave HTTP {answer.status}: {answer.reason()}")
         return tokens
 
-    async def flush(self, *, timeout_s: float, hold: bool = False, opened: Opened | None = None) -> FlushAnswer:
-        """vLLM cannot wait until it is idle: it is asked again and again until the deadline."""
+    async def flush(
+        self, *, timeout_s: float, hold: bool = False, opened: Opened | None = None, in_doubt: InDoubt | None = None
+    ) -> FlushAnswer:
+        """vLLM cannot wait until it is idle: it is asked again and again until the deadline. kvherd's own engine takes
+        back the order of a caller who left, and tells its clear at once; neither of the others does.
+        """
         facts = self._facts or await self.detect()
         match facts.kind:
             case WorkerKind.KVHERD_HTTP:
                 return await flush_by_url(self._id, self._asker, timeout_s=timeout_s, hold=hold, opened=opened)
             case WorkerKind.SGLANG_HTTP:
-                answer = await flush_by_url(self._id, self._asker, timeout_s=timeout_s, opened=opened)
+                sent = both(opened, in_doubt)
+                answer = await flush_by_url(self._id, self._asker, timeout_s=timeout_s, opened=sent)
                 return not_held(answer) if hold else answer
             case WorkerKind.VLLM_HTTP:
-                answer = await flush_vllm(self._id, self._asker, timeout_s=timeout_s, opened=opened)
+                answer = await flush_vllm(self._id, self._asker, timeout_s=timeout_s, opened=opened, in_doubt=in_doubt)
                 return not_held(answer) if hold else answer
             case WorkerKind.OPENAI_HTTP:
                 raise WorkerUnsupported(self._id, "flush (it is neither kvherd, vLLM nor SGLang)")

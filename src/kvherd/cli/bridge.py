@@ -34,6 +34,7 @@ from kvherd.core.ids import Rank, WorkerId
 from kvherd.core.kv.history import HISTORY_TOKENS
 from kvherd.ports.worker import WorkerFacts
 from kvherd.services.bridge.bridge import Bridge, BridgeConfig, Front
+from kvherd.services.bridge.flushes import Flushes
 from kvherd.services.bridge.http_front import HttpFront
 from kvherd.services.bridge.metrics import BridgeMetrics, metrics_app
 from kvherd.services.bridge.proxy import ProxyFront
@@ -185,7 +186,7 @@ async def run_bridge(plan: BridgePlan) -> None:
         if plan.feeds:
             relay = await stack.enter_async_context(KvRelay(plan.feeds, options=plan.relay))
         streams = None if relay is None else EventStreams(relay, server=_SERVER, stall_s=plan.stall_s)
-        front, engine = _front(plan, relay, streams, stack)
+        front, engine = await _front(plan, relay, streams, stack)
         await stack.enter_async_context(CertificateWatch(own=plan.tls, workers=plan.engine_tls, whose="this bridge's"))
         bridge = await stack.enter_async_context(Bridge(plan.config, front, identify=engine.identify, tls=plan.tls))
         if plan.metrics_port is not None:
@@ -207,13 +208,13 @@ class _Engine:
     probe: Callable[[], Awaitable[None]]
 
 
-def _front(
+async def _front(
     plan: BridgePlan, relay: KvRelay | None, streams: EventStreams | None, stack: AsyncExitStack
 ) -> tuple[Front, _Engine]:
     """What is served for the engine; the connections to it end with `stack`."""
     name, key, tls = WorkerId(plan.engine), plan.engine_api_key, plan.engine_tls
-    flushed = None if relay is None else relay.flushed
     if plan.speaks_grpc:
+        flushed = None if relay is None else relay.flushed
         engine, channel = GrpcWorker(name, api_key=key, tls=tls), open_channel(name, tls)
         stack.push_async_callback(engine.close)
         stack.push_async_callback(channel.close)
@@ -222,10 +223,9 @@ def _front(
     worker = HttpWorker(name, plan.engine, api_key=key, tls=tls)
     stack.push_async_callback(worker.close)
     assert streams is not None
-    assert flushed is not None, "an engine on HTTP has no events but those on its sockets"
-    return HttpFront(worker, streams, flushed=flushed, tokenizer_zip=plan.tokenizer_zip), _Engine(
-        worker.detect, worker.probe
-    )
+    assert relay is not None, "an engine on HTTP has no events but those on its sockets"
+    flushes = await stack.enter_async_context(Flushes(worker, obeyed=relay.flushed, unknown=relay.doubted))
+    return HttpFront(worker, streams, flushes, tokenizer_zip=plan.tokenizer_zip), _Engine(worker.detect, worker.probe)
 
 
 async def _show_metrics(port: int, metrics: BridgeMetrics, stack: AsyncExitStack) -> None:

@@ -240,6 +240,11 @@ NOT_HELD: Final = "new requests were not held: this engine cannot"
 Opened = Callable[[], None]
 """Called once when an order is on its way: connected and sent, only the engine's answer is awaited."""
 
+InDoubt = Callable[[bool], None]
+"""Called with True when an order was sent to an engine that may obey it after its caller has left, and may not tell of
+that at once; with False when it has answered and will be asked again.
+"""
+
 
 @dataclass(frozen=True, slots=True)
 class ProfileAnswer:
@@ -298,11 +303,14 @@ class Worker(Protocol):
         """Its own tokens of this chat's or completion's prompt. Raises `WorkerUnsupported` if it does not tell."""
         ...
 
-    async def flush(self, *, timeout_s: float, hold: bool = False, opened: Opened | None = None) -> FlushAnswer:
+    async def flush(
+        self, *, timeout_s: float, hold: bool = False, opened: Opened | None = None, in_doubt: InDoubt | None = None
+    ) -> FlushAnswer:
         """Clear its cache, now or when it is idle within `timeout_s`. With `hold`, requests that come meanwhile wait
         behind the flush; an engine that cannot do so flushes without, and its answer's message says it.
 
-        Raises `WorkerUnsupported` if this kind cannot flush. Calls `opened` once the order was sent.
+        Raises `WorkerUnsupported` if this kind cannot flush. Calls `opened` once the order was sent. Cancelled, it
+        withdraws the order, where `in_doubt` does not say that it cannot.
         """
         ...
 

@@ -13,6 +13,8 @@ import grpc.aio
 from smg_grpc_proto.generated import common_pb2, sglang_scheduler_pb2_grpc
 from smg_grpc_proto.generated import sglang_scheduler_pb2 as pb
 
+from kvherd.wire.sglang_pb import IN_DOUBT_KEY
+
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 EOS = 256
 
@@ -22,7 +24,8 @@ class EngineScript:
     """What the engine does, and what was done to it. Change it while it runs.
 
     `answer` is said one byte a chunk; after `stops_after` of them the engine does what `then` says: stall, or end
-    with that status. `flush` is done, refused, stall, or a status. `alive` are generations under way.
+    with that status. `flush` is done, refused, stall, in doubt (as a bridge says of its engine), or a status. `alive`
+    are generations under way.
     """
 
     answer: str = "Paris"
@@ -133,6 +136,9 @@ class ScriptedSglang(sglang_scheduler_pb2_grpc.SglangSchedulerServicer):  # type
         self, request: common_pb2.FlushCacheRequest, context: Context
     ) -> common_pb2.FlushCacheResponse:
         done = self._script.flush == "done"
+        if self._script.flush == "in doubt":
+            context.set_trailing_metadata(((IN_DOUBT_KEY, "1"),))
+            await _misbehave("DEADLINE_EXCEEDED", context)
         if not done and self._script.flush != "refused":
             await _misbehave(self._script.flush, context)
         message = "cleared" if done else "1 request is running"

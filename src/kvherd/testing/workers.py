@@ -11,6 +11,7 @@ from kvherd.ports.worker import (
     Call,
     Flight,
     FlushAnswer,
+    InDoubt,
     Landed,
     Opened,
     ProfileAnswer,
@@ -96,6 +97,7 @@ class FakeWorker:
     `fails` is raised by every call before anything happened; `breaks` ends an answer in its middle. `takes_s` is what
     a flush waits on its engine, `opens_s` what connecting takes, `first_byte_s` how long an answer needs to begin, and
     `chunk_s` for each of its chunks. `launches`: it has a connection that a request can be launched on.
+    `takes_back`: a flush whose caller leaves is not obeyed; `cut` is raised in place of an answer to one.
     """
 
     id: WorkerId
@@ -107,6 +109,8 @@ class FakeWorker:
     first_byte_s: float = 0.0
     chunk_s: float = 0.0
     says_opened: bool = True
+    takes_back: bool = True
+    cut: WorkerError | None = None
     answer: FlushAnswer = field(default_factory=lambda: FlushAnswer(done=True, message="cleared"))
     chunks: tuple[bytes, ...] = (b'{"ok":', b"true}")
     status: int = 200
@@ -179,7 +183,9 @@ class FakeWorker:
             raise WorkerUnsupported(self.id, "telling its tokens")
         return self.tokens(body)
 
-    async def flush(self, *, timeout_s: float, hold: bool = False, opened: Opened | None = None) -> FlushAnswer:
+    async def flush(
+        self, *, timeout_s: float, hold: bool = False, opened: Opened | None = None, in_doubt: InDoubt | None = None
+    ) -> FlushAnswer:
         self.flushes += 1
         self.held += hold
         self.opening_now += 1
@@ -190,7 +196,11 @@ class FakeWorker:
         self._check()
         if opened is not None and self.says_opened:
             opened()
+        if in_doubt is not None and not self.takes_back:
+            in_doubt(True)
         await asyncio.sleep(self.takes_s)
+        if self.cut is not None:
+            raise self.cut
         return self.answer
 
     async def start_profile(self, fields: Mapping[str, object]) -> ProfileAnswer:

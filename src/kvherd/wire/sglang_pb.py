@@ -23,6 +23,8 @@ HOLD_KEY = "kvherd-hold"
 """Metadata of FlushCache: "1" lets requests that come meanwhile wait behind the flush. The protocol has no field."""
 RANKS_KEY = "kvherd-ranks"
 """Trailing metadata of FlushCache: each rank's outcome, as JSON."""
+IN_DOUBT_KEY = "kvherd-in-doubt"
+"""Trailing metadata of a FlushCache that failed: the engine did not answer, and may obey yet."""
 ABORT_REASON_KEY = "kvherd-abort-reason"
 """Trailing metadata of Generate: why it was aborted, which the protocol has no field for."""
 _SEEDS = 2**63

@@ -115,6 +115,79 @@ def test_ranks_pass_one_by_one() -> None:
     assert (barrier.holds_back(ZERO), barrier.holds_back(ONE)) == (True, False)
 
 
+def doubted(*, given_up_s: float = 10.0) -> FlushBarrier:
+    barrier = FlushBarrier(skew_s=2.0, settle_s=1.0)
+    assert barrier.doubted([ZERO], ordered_s=10.0, given_up_s=given_up_s) == {ZERO}
+    return barrier
+
+
+def test_a_rank_in_doubt_holds_what_it_tells_after_a_clear() -> None:
+    barrier = doubted()
+    assert barrier.owes
+    assert barrier.judge(batch(11.0, stored(1)), now_s=11.0) == Outdated()
+    assert barrier.judge(batch(11.5, CacheCleared(), stored(2)), now_s=11.5) == Current((CacheCleared(), stored(2)))
+    assert not barrier.owes
+
+
+def test_an_engine_that_stood_still_finds_the_order_after_its_first_step() -> None:
+    """1. A flush is given up. 2. A minute later the engine goes on with a step of before. 3. Then it obeys."""
+    barrier = doubted()
+    assert barrier.judge(batch(70.0, stored(1)), now_s=70.0) == Outdated()
+    assert barrier.judge(batch(70.1, CacheCleared(), stored(2)), now_s=70.1) == Current((CacheCleared(), stored(2)))
+
+
+def test_an_engine_that_steps_on_without_a_clear_did_not_obey_and_what_it_holds_is_told_again() -> None:
+    barrier = doubted()
+    assert barrier.judge(batch(70.0, stored(1)), now_s=70.0) == Outdated()
+    assert barrier.judge(batch(71.1, stored(2)), now_s=71.1) == Unsure()
+    assert not barrier.holds_back(ZERO)
+    assert barrier.judge_snapshot(ZERO, 71.1)
+
+
+def test_a_snapshot_of_a_rank_in_doubt_holds_once_the_engine_has_stepped_for_a_while() -> None:
+    barrier = doubted()
+    assert not barrier.judge_snapshot(ZERO, 11.9)
+    assert not barrier.judge_snapshot(ZERO, 70.0)
+    assert barrier.judge_snapshot(ZERO, 71.1)
+    assert not barrier.owes
+
+
+def test_an_answered_flush_ends_the_doubt_about_the_one_before() -> None:
+    barrier = doubted()
+    barrier.flushed([ZERO], ordered_s=20.0, answered_s=20.0)
+    assert barrier.judge(batch(22.1, stored(1)), now_s=22.1) == Current((stored(1),), anew=True)
+
+
+def test_a_clear_since_the_order_says_that_it_was_obeyed() -> None:
+    barrier = FlushBarrier()
+    barrier.judge(batch(10.5, CacheCleared()), now_s=10.5)
+    assert barrier.doubted([ZERO], ordered_s=10.0, given_up_s=12.0) == set()
+    assert barrier.judge(batch(12.0, stored(1)), now_s=12.0) == Current((stored(1),))
+
+
+@given(
+    steps_s=st.lists(st.floats(10.1, 30.0), min_size=1, max_size=12, unique=True).map(sorted),
+    obeyed_after_s=st.floats(0.0, 1.0),
+    ahead_s=st.floats(0.0, 2.0),
+)
+def test_a_rank_is_not_believed_while_its_engine_may_find_an_order_that_was_given_up(
+    steps_s: list[float], obeyed_after_s: float, ahead_s: float
+) -> None:
+    """The engine goes on with the first of `steps_s`, finds the order so long after it, and tells it with a step."""
+    barrier = doubted()
+    obeyed_s = steps_s[0] + obeyed_after_s
+    told = False
+    for step_s in steps_s:
+        clears = step_s >= obeyed_s and not told
+        told = told or clears
+        events = (CacheCleared(), stored(1)) if clears else (stored(1),)
+        verdict = barrier.judge(batch(step_s + ahead_s, *events), now_s=step_s)
+        if not told:
+            assert verdict == Outdated()
+        elif clears:
+            assert verdict == Current(events)
+
+
 # --- any history -------------------------------------------------------------------------------------------------
 
 

@@ -26,11 +26,12 @@ from kvherd.adapters.http_worker import HttpWorker
 from kvherd.adapters.zmq_kv_feed import ZmqFrameFeed
 from kvherd.core.errors import PortInUse, StartFailed
 from kvherd.core.ids import EngineHash, Rank, WorkerId
-from kvherd.core.kv.events import BlocksStored
+from kvherd.core.kv.events import BlocksStored, CacheCleared
 from kvherd.ports.kv_feed import Subscribed
 from kvherd.ports.worker import RankOutcome
 from kvherd.services.bridge.bridge import Bridge, BridgeConfig
 from kvherd.services.bridge.engine_answers import ranks_json
+from kvherd.services.bridge.flushes import Flushes
 from kvherd.services.bridge.http_front import HttpFront
 from kvherd.services.kv_relay.event_streams import EventStreams
 from kvherd.services.kv_relay.relay import KvRelay, RelayOptions
@@ -38,6 +39,7 @@ from kvherd.testing.patience import until
 from kvherd.testing.processes import can_bind, free_ports
 from kvherd.testing.publisher import FakePublisher
 from kvherd.testing.raw_http import RawRequest, RawServer, json_answer
+from kvherd.wire.sglang_pb import IN_DOUBT_KEY
 
 pytestmark = pytest.mark.net
 FAST = RelayOptions(probe_s=0.05, replay_silence_s=0.3)
@@ -68,10 +70,16 @@ class FakeVllm:
     metrics: str = METRICS
     profiler: tuple[str, str] = ("404 Not Found", '{"detail": "Not Found"}')
     api_key: str = ""
+    goes_on: asyncio.Event = field(default_factory=asyncio.Event)
+    """Until it is set it stands still."""
+
+    def __post_init__(self) -> None:
+        self.goes_on.set()
 
     async def answer(self, request: RawRequest, _reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         if self.silent:
             await asyncio.Event().wait()
+        await self.goes_on.wait()
         status, body = self._answer(request.target.partition("?")[0])
         if self.api_key and request.header("authorization") != f"Bearer {self.api_key}":
             status, body = "401 Unauthorized", '{"error": "Unauthorized"}'
@@ -129,8 +137,10 @@ async def bridged(
             async with KvRelay(feeds, options=FAST) as relay:
                 streams = EventStreams(relay, server="the bridge")
                 config = BridgeConfig(port=port, ranks=ranks, retry_s=0.01)
-                front = HttpFront(worker, streams, flushed=relay.flushed, tokenizer_zip=tokenizer_zip)
+                flushes = Flushes(worker, obeyed=relay.flushed, unknown=relay.doubted)
+                front = HttpFront(worker, streams, flushes, tokenizer_zip=tokenizer_zip)
                 async with (
+                    flushes,
                     grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel,
                     Bridge(config, front, identify=worker.detect) as bridge,
                 ):
@@ -386,6 +396,25 @@ async def test_an_engine_that_never_answers_costs_its_deadline_and_no_more(monke
         with pytest.raises(grpc.aio.AioRpcError, match=r"gave no answer within 0\.2 s") as caught:
             await flush(at)
         assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        assert dict(caught.value.trailing_metadata() or ())[IN_DOUBT_KEY] == "1"
+
+
+async def test_a_flush_that_is_obeyed_after_its_caller_gave_up_is_told_to_subscribers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("kvherd.services.bridge.engine_doors.ANSWER_S", 0.2)
+    async with FakePublisher() as publisher, bridged(publisher) as at:
+        await publisher.publish(block(1))
+        await known(at.relay, 1)
+        assert (await flush(at)).success  # it is known what the engine is
+        await publisher.publish(CacheCleared(), block(2))
+        await known(at.relay, 1)
+        at.engine.goes_on.clear()
+        with pytest.raises(grpc.aio.AioRpcError, match="gave no answer"):
+            await flush(at)
+        assert at.relay.blocks(Rank(0)) == 1
+        at.engine.goes_on.set()
+        await known(at.relay, 0)
 
 
 @pytest.mark.parametrize("name", ["StartProfile", "StopProfile"])

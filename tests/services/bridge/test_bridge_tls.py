@@ -20,6 +20,7 @@ from kvherd.core.kv.hashing import PrefixHasher
 from kvherd.core.kv.index import Holder, PrefixIndex
 from kvherd.core.kv.stream import StreamBroken
 from kvherd.services.bridge.bridge import Bridge, BridgeConfig
+from kvherd.services.bridge.flushes import Flushes
 from kvherd.services.bridge.http_front import HttpFront
 from kvherd.services.gateway.follow import Followers, FollowOptions
 from kvherd.services.kv_relay.event_streams import EventStreams
@@ -67,10 +68,11 @@ class Site:
         tls = FileServerTls(TlsFiles(self.files.certificate, self.files.key, self.files.authority), OPTIONS)
         streams = EventStreams(self.relay, server="the bridge")
         worker = FakeWorker(ANN)
-        front = HttpFront(worker, streams, flushed=self.relay.flushed)
+        flushes = Flushes(worker, obeyed=self.relay.flushed, unknown=self.relay.doubted)
+        front = HttpFront(worker, streams, flushes)
         watch = CertificateWatch(own=tls, workers=None, period_s=0.02, whose="this bridge's")
         bridge = Bridge(BridgeConfig(port=self.port, drain_s=0.1), front, identify=worker.detect, tls=tls)
-        async with watch, bridge:
+        async with flushes, watch, bridge:
             self.handshakes = bridge.handshakes
             yield tls, streams
 

@@ -20,6 +20,7 @@ from kvherd.services.gateway.admin import build_app
 from kvherd.services.gateway.console import Console
 from kvherd.services.gateway.fleet import Fleet
 from kvherd.services.gateway.metrics import GatewayMetrics
+from kvherd.services.gateway.orders import UNHEEDED
 from kvherd.testing.kv_feeds import NoFollowing
 from kvherd.testing.tokenizer import ByteTokenizer
 from kvherd.testing.workers import HOURS, FakeWorker, cannot_flush, refusing_ranks
@@ -49,7 +50,7 @@ async def gateway_and_fleet(
     console = Console(
         fleet=fleet,
         kv=lambda _: KvView("live", 7, Epoch("e" * 32), lag_s=0.0025, worst_lag_s=0.5),
-        flushed=lambda _, __: None,
+        heed=UNHEEDED,
         metrics=metrics,
         admin_key=admin_key,
     )

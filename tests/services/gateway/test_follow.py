@@ -520,6 +520,34 @@ async def test_a_snapshot_of_nothing_behind_a_barrier_leaves_nothing_unknown() -
         assert followers.incomplete(ANN)
 
 
+async def test_a_worker_that_may_obey_a_flush_unheard_has_no_credit_until_its_events_tell() -> None:
+    """1. A flush was sent and not answered. 2. An old batch comes. 3. The engine obeys, and tells it with its step."""
+    index, feed = PrefixIndex(PrefixHasher(b"k")), QueuedFeed()
+    async with Followers(index, wall=lambda: 1_000.0) as followers:
+        followers.add(ANN, feed, model="m")
+        await feed.say(Subscribed(ONE), snapshot(9, block(1)))
+        watch = followers.watch(ANN)
+        followers.doubted(ANN, ordered_s=asyncio.get_running_loop().time())
+        followers.doubted(WorkerId("a stranger"), ordered_s=0.0)
+        assert (followers.incomplete(ANN), watch.disturbed) == (True, "cleared")
+        await feed.say(batch(10, block(2), at_s=1_060.0))
+        assert not index.contents(ANN0)
+        await feed.say(batch(11, CacheCleared(), block(3), at_s=1_060.5))
+        assert (followers.incomplete(ANN), set(index.contents(ANN0))) == (False, {3})
+
+
+async def test_a_worker_that_went_on_and_did_not_obey_is_told_again_whole() -> None:
+    index, feed = PrefixIndex(PrefixHasher(b"k")), QueuedFeed()
+    async with Followers(index, wall=lambda: 1_000.0) as followers:
+        followers.add(ANN, feed, model="m")
+        await feed.say(Subscribed(ONE), snapshot(9, block(1)))
+        followers.doubted(ANN, ordered_s=asyncio.get_running_loop().time())
+        await feed.say(batch(10, block(2), at_s=1_060.0), batch(11, block(3), at_s=1_061.1))
+        await feed.say(Subscribed(ONE), snapshot(11, block(1), block(2), block(3), at_s=1_061.1))
+        assert (followers.state(ANN), set(index.contents(ANN0))) == (FollowState.LIVE, {1, 2, 3})
+        assert not followers.incomplete(ANN)
+
+
 async def test_routing_is_told_what_is_known_quarantined_or_not_told() -> None:
     index, feed = PrefixIndex(PrefixHasher(b"k")), QueuedFeed()
     async with Followers(index) as followers:

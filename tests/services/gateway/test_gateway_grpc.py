@@ -21,6 +21,7 @@ from kvherd.services.gateway.console import Console
 from kvherd.services.gateway.fleet import Fleet
 from kvherd.services.gateway.grpc import GatewayGrpc
 from kvherd.services.gateway.metrics import GatewayMetrics
+from kvherd.services.gateway.orders import UNHEEDED
 from kvherd.testing.kv_feeds import NoFollowing
 from kvherd.testing.raw_http import until
 from kvherd.testing.tokenizer import ByteTokenizer
@@ -50,7 +51,7 @@ async def served(*workers: FakeWorker, admin_key: str | None = None) -> AsyncIte
     console = Console(
         fleet=fleet,
         kv=lambda _: KvView("live", 3),
-        flushed=lambda _, __: None,
+        heed=UNHEEDED,
         metrics=GatewayMetrics(),
         admin_key=admin_key,
     )

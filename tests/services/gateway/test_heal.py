@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 
@@ -16,6 +16,7 @@ from kvherd.ports.worker import FlushAnswer, WorkerFacts, WorkerKind, WorkerLoad
 from kvherd.services.gateway.fleet import Fleet
 from kvherd.services.gateway.heal import IdleFlushes
 from kvherd.services.gateway.metrics import GatewayMetrics
+from kvherd.services.gateway.orders import UNHEEDED
 from kvherd.testing.kv_feeds import NoFollowing
 from kvherd.testing.tokenizer import ByteTokenizer
 from kvherd.testing.workers import FakeWorker
@@ -60,7 +61,8 @@ async def healing(*workers: FakeWorker) -> AsyncIterator[Healing]:
             fleet.add(WorkerSpec(worker.id))
         await asyncio.sleep(0.1)
         it = Healing(fleet, set(known))
-        async with IdleFlushes(fleet, lambda worker: worker in it.incomplete, it.flushed, it.metrics):
+        heed = replace(UNHEEDED, obeyed=it.flushed)
+        async with IdleFlushes(fleet, lambda worker: worker in it.incomplete, heed, it.metrics):
             yield it
 
 

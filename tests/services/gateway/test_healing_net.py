@@ -17,6 +17,7 @@ from kvherd.core.ids import Rank, WorkerId
 from kvherd.ports.completions import Tokenizer
 from kvherd.ports.kv_feed import EventSource, KvFeed
 from kvherd.services.bridge.bridge import Bridge, BridgeConfig
+from kvherd.services.bridge.flushes import Flushes
 from kvherd.services.bridge.http_front import HttpFront
 from kvherd.services.gateway.chat import PathConfig
 from kvherd.services.gateway.gateway import Gateway, GatewayConfig
@@ -43,8 +44,9 @@ async def bridge_of(engine: StockVllm) -> AsyncIterator[str]:
     frames = {Rank(0): ZmqFrameFeed(engine.publisher.events_endpoint, engine.publisher.replay_endpoint)}
     try:
         async with KvRelay(frames, options=FAST) as relay:
-            front = HttpFront(worker, EventStreams(relay, server="the bridge"), flushed=relay.flushed)
-            async with Bridge(BridgeConfig(port=port, retry_s=0.01), front, identify=worker.detect):
+            flushes = Flushes(worker, obeyed=relay.flushed, unknown=relay.doubted)
+            front = HttpFront(worker, EventStreams(relay, server="the bridge"), flushes)
+            async with flushes, Bridge(BridgeConfig(port=port, retry_s=0.01), front, identify=worker.detect):
                 yield f"grpc://127.0.0.1:{port}"
     finally:
         await worker.close()

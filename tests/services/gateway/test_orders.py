@@ -1,6 +1,8 @@
 """One order to all: each worker's entry is its own, whatever the others do."""
 
 import asyncio
+from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -8,7 +10,7 @@ from kvherd.core.errors import WorkerError, WorkerFailed, WorkerRefused, WorkerU
 from kvherd.core.fleet.fanout import FanoutReport, Outcome
 from kvherd.core.ids import WorkerId
 from kvherd.ports.worker import FlushAnswer
-from kvherd.services.gateway.orders import Addressee, flush_fleet
+from kvherd.services.gateway.orders import UNHEEDED, Addressee, flush_fleet
 from kvherd.testing.workers import HOURS, FakeWorker, cannot_flush, refusing_ranks
 
 ANN, BOB, CAT = WorkerId("http://ann"), WorkerId("http://bob"), WorkerId("grpc://cat")
@@ -16,7 +18,7 @@ ANN, BOB, CAT = WorkerId("http://ann"), WorkerId("http://bob"), WorkerId("grpc:/
 
 async def flush(*workers: FakeWorker, timeout_s: float = 30.0, **bounds: float) -> FanoutReport:
     fleet = [Addressee(worker, "fake") for worker in workers]
-    return await flush_fleet(fleet, timeout_s=timeout_s, flushed=lambda _, __: None, **bounds)  # type: ignore[arg-type]
+    return await flush_fleet(fleet, timeout_s=timeout_s, heed=UNHEEDED, **bounds)  # type: ignore[arg-type]
 
 
 def now_s() -> float:
@@ -136,8 +138,40 @@ async def test_an_engine_whose_wait_ended_has_timed_out_and_not_refused() -> Non
 async def test_only_those_that_obeyed_are_said_to_be_flushed() -> None:
     told: list[WorkerId] = []
     fleet = [Addressee(FakeWorker(ANN), ""), Addressee(FakeWorker(BOB, fails=WorkerUnreachable(BOB)), "")]
-    await flush_fleet(fleet, timeout_s=0.0, flushed=lambda worker, _: told.append(worker))
+    await flush_fleet(fleet, timeout_s=0.0, heed=replace(UNHEEDED, obeyed=lambda worker, _: told.append(worker)))
     assert told == [ANN]
+
+
+@pytest.mark.parametrize(
+    ("acts", "doubted"),
+    [
+        ({"takes_back": False, "takes_s": 9 * HOURS}, True),
+        ({"takes_back": False, "cut": WorkerFailed(ANN, "its connection was cut")}, True),
+        ({"takes_back": False, "cut": WorkerRefused(ANN, "busy")}, False),
+        ({"takes_back": False}, False),
+        ({"takes_back": False, "fails": WorkerUnreachable(ANN)}, False),
+        ({"takes_back": False, "opens_s": 9 * HOURS}, False),
+        ({"takes_back": True, "takes_s": 9 * HOURS}, False),
+    ],
+)
+async def test_an_order_that_was_sent_and_neither_answered_nor_taken_back_leaves_its_worker_in_doubt(
+    acts: dict[str, Any], doubted: bool
+) -> None:
+    heard: list[tuple[WorkerId, float]] = []
+    heed = replace(UNHEEDED, in_doubt=lambda worker, ordered_s: heard.append((worker, ordered_s)))
+    await asyncio.sleep(2.0)
+    await flush_fleet([Addressee(FakeWorker(ANN, **acts), "")], timeout_s=1.0, heed=heed)
+    assert heard == ([(ANN, 2.0)] if doubted else [])
+
+
+async def test_a_caller_that_leaves_orders_which_cannot_be_taken_back_leaves_their_workers_in_doubt() -> None:
+    heard: list[WorkerId] = []
+    heed = replace(UNHEEDED, in_doubt=lambda worker, _: heard.append(worker))
+    fleet = [Addressee(FakeWorker(one, takes_s=9 * HOURS, takes_back=one == ANN), "") for one in (ANN, BOB)]
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(3.0):
+            await flush_fleet(fleet, timeout_s=30.0, heed=heed)
+    assert heard == [BOB]
 
 
 async def test_a_caller_that_leaves_withdraws_the_orders() -> None:

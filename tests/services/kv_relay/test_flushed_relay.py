@@ -142,6 +142,20 @@ async def test_events_that_may_have_been_after_the_flush_and_were_dropped_start_
         assert first.unknown_before > 0
 
 
+async def test_a_flush_that_nobody_will_hear_of_leaves_what_was_held_unknown() -> None:
+    async with FakePublisher() as engine, followed(engine) as (relay, reader):
+        await engine.publish(block(1))
+        await until(lambda: reader.held() == [1])
+        relay.doubted()
+        await until(lambda: reader.lost is not None)
+        assert "a flush was not answered" in str(reader.lost)
+        first = await anext(aiter(relay.subscribe()))
+        assert isinstance(first, SnapshotChunk)
+        assert (first.unknown_before > 0, relay.blocks(ZERO)) == (True, 0)
+        await engine.publish(CacheCleared(), block(2))
+        await until(lambda: relay.blocks(ZERO) == 1)
+
+
 async def test_every_rank_is_told_and_passes_by_itself() -> None:
     async with FakePublisher() as zero, FakePublisher(rank=ONE) as one, followed(zero, one) as (relay, reader):
         await zero.publish(block(1))

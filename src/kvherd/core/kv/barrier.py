@@ -5,6 +5,10 @@ out of date until its clear comes, or a batch that its engine stamped later, or 
 rank whose clear came between the order and the answer is right already, and is not held back. vLLM and SGLang publish
 their clear with their next step only, first in its batch; kvherd's engine publishes it at once. Flushes and their
 clears are counted: the clear of one may come after the answer to the next.
+
+An order whose answer nobody waits for any more may have been obeyed, or be obeyed yet: an engine that stood still finds
+it when it goes on. Its ranks are held back as if it was obeyed. Once their engine has stepped for a while and told no
+clear it has not been, and what they hold is told again.
 """
 
 from collections.abc import Iterable
@@ -40,8 +44,14 @@ class FlushBarrier:
     """One for all ranks of a worker. `skew_s`: how much the engine host's clock may be ahead of ours."""
 
     skew_s: float = 2.0
+    settle_s: float = 1.0
+    """How long after its first step since an order was given up an engine may find that order."""
     _answered_s: float | None = None
-    """When the last flush was answered, by our wall clock; None: there was none."""
+    """When the last flush was answered or given up, by our wall clock; None: there was none."""
+    _in_doubt: bool = False
+    """It was given up."""
+    _stepped_s: dict[Rank, float] = field(default_factory=dict)
+    """The first stamp that each rank's engine gave since then."""
     _passed: set[Rank] = field(default_factory=set)
     _dropped: set[Rank] = field(default_factory=set)
     _owed: dict[Rank, int] = field(default_factory=dict)
@@ -59,7 +69,18 @@ class FlushBarrier:
         late = set(ranks) - early
         self._owed = {rank: 1 + self._owed.get(rank, 0) for rank in late}
         self._answered_s, self._passed = answered_s, early
+        self._in_doubt = False
         self._dropped.clear()
+        return late
+
+    def doubted(self, ranks: Iterable[Rank], *, ordered_s: float, given_up_s: float) -> set[Rank]:
+        """A flush was sent, and nobody will know whether it is obeyed: those of `ranks` whose clear did not come since
+        may hold nothing from now on, and are credited with nothing. `given_up_s` is of the wall clock.
+        """
+        late = self.flushed(ranks, ordered_s=ordered_s, answered_s=given_up_s)
+        self._in_doubt = True
+        self._stepped_s.clear()
+        self._dropped |= late
         return late
 
     @property
@@ -78,7 +99,7 @@ class FlushBarrier:
         """Whether a snapshot holds: its last batch, and so the clear before that, is of after the flush."""
         if self._answered_s is None or rank in self._passed:
             return True
-        if stamped_s <= self._answered_s + self.skew_s:
+        if not self._is_later(rank, stamped_s):
             return False
         self._pass(rank)
         self._dropped.discard(rank)
@@ -94,7 +115,6 @@ class FlushBarrier:
             if clears:
                 self._cleared_s[batch.rank] = now_s
             return Current(batch.events)
-        assert self._answered_s is not None
         owed = self._owed.get(batch.rank, 1) - len(clears)
         if clears and owed <= 0:
             if owed < 0:
@@ -102,13 +122,22 @@ class FlushBarrier:
             self._pass(batch.rank)
             return Current(batch.events[clears[-1] :])
         self._owed[batch.rank] = owed
-        if batch.timestamp_s <= self._answered_s + self.skew_s:
+        if not self._is_later(batch.rank, batch.timestamp_s):
             self._dropped.add(batch.rank)
             return Outdated()
         self._pass(batch.rank)
         if clears:
             return Current(batch.events[clears[-1] :])
-        return Unsure() if batch.rank in self._dropped else Current(batch.events, anew=True)
+        return Unsure() if self._in_doubt or batch.rank in self._dropped else Current(batch.events, anew=True)
+
+    def _is_later(self, rank: Rank, stamped_s: float) -> bool:
+        """Whether what the engine stamped so is of after the flush, as far as clocks can tell; of one in doubt, of when
+        it would have been obeyed.
+        """
+        assert self._answered_s is not None
+        if stamped_s <= self._answered_s + self.skew_s:
+            return False
+        return not self._in_doubt or stamped_s > self._stepped_s.setdefault(rank, stamped_s) + self.settle_s
 
     def _pass(self, rank: Rank) -> None:
         self._passed.add(rank)

@@ -19,11 +19,12 @@ from smg_grpc_proto.generated import (
 from kvherd import __version__
 from kvherd.core.errors import FieldInvalid, Unsupported, WorkerError, WorkerTimedOut
 from kvherd.core.ids import Rank
-from kvherd.ports.kv_stream import Flushed, KvEventDoor
+from kvherd.ports.kv_stream import KvEventDoor
 from kvherd.ports.worker import SGLANG_HEALTH_S, Worker
 from kvherd.services.bridge import engine_answers
+from kvherd.services.bridge.flushes import Flushes
 from kvherd.services.kv_relay.grpc_edge import Context, Handler, hand_out, rpc
-from kvherd.wire.sglang_pb import HOLD_KEY, RANKS_KEY
+from kvherd.wire.sglang_pb import HOLD_KEY, IN_DOUBT_KEY, RANKS_KEY
 
 Message: TypeAlias = Any
 """A message of either protocol: generated, untyped."""
@@ -45,11 +46,11 @@ class _Door:
     pb: ClassVar[ModuleType]
 
     def __init__(
-        self, engine: Worker, events: KvEventDoor, *, flushed: Flushed, tokenizer_zip: bytes | None = None
+        self, engine: Worker, events: KvEventDoor, flushes: Flushes, *, tokenizer_zip: bytes | None = None
     ) -> None:
         self._engine = engine
         self._events = events
-        self._flushed = flushed
+        self._flushes = flushes
         self._tokenizer_zip = tokenizer_zip
 
     @rpc
@@ -67,9 +68,11 @@ class _Door:
         loop = asyncio.get_running_loop()
         asked_s = loop.time()
         hold = dict(context.invocation_metadata() or ()).get(HOLD_KEY) == "1"
-        answer = await self._asked(self._engine.flush(timeout_s=timeout_s, hold=hold), within_s=timeout_s + ANSWER_S)
-        if answer.done:
-            self._flushed(asked_s)
+        try:
+            answer = await self._flushes.flush(timeout_s=timeout_s, hold=hold, within_s=timeout_s + ANSWER_S)
+        except WorkerTimedOut:
+            context.set_trailing_metadata(((IN_DOUBT_KEY, "1"),))
+            raise
         if answer.ranks:
             context.set_trailing_metadata(((RANKS_KEY, engine_answers.ranks_json(answer.ranks)),))
         if not answer.done and 0 < timeout_s <= loop.time() - asked_s:

@@ -6,9 +6,10 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 from smg_grpc_proto.generated import sglang_scheduler_pb2_grpc, vllm_engine_pb2_grpc
 
-from kvherd.ports.kv_stream import Flushed, KvEventDoor
+from kvherd.ports.kv_stream import KvEventDoor
 from kvherd.ports.worker import Worker
 from kvherd.services.bridge.engine_doors import SGLANG_SERVICE, VLLM_SERVICE, SglangDoor, VllmDoor
+from kvherd.services.bridge.flushes import Flushes
 
 _SERVICES = (SGLANG_SERVICE.full_name, VLLM_SERVICE.full_name)
 
@@ -17,10 +18,10 @@ class HttpFront:
     """Implements `services.bridge.bridge.Front`. `tokenizer_zip` is what GetTokenizer hands out, if anything."""
 
     def __init__(
-        self, engine: Worker, events: KvEventDoor, *, flushed: Flushed, tokenizer_zip: bytes | None = None
+        self, engine: Worker, events: KvEventDoor, flushes: Flushes, *, tokenizer_zip: bytes | None = None
     ) -> None:
-        self._sglang = SglangDoor(engine, events, flushed=flushed, tokenizer_zip=tokenizer_zip)
-        self._vllm = VllmDoor(engine, events, flushed=flushed, tokenizer_zip=tokenizer_zip)
+        self._sglang = SglangDoor(engine, events, flushes, tokenizer_zip=tokenizer_zip)
+        self._vllm = VllmDoor(engine, events, flushes, tokenizer_zip=tokenizer_zip)
         self._events = events
         self._health = health.aio.HealthServicer()
 

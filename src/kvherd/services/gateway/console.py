@@ -16,7 +16,7 @@ from kvherd.ports.tls import WorkerTls
 from kvherd.services.gateway.config_file import ConfigFile
 from kvherd.services.gateway.fleet import Fleet
 from kvherd.services.gateway.metrics import GatewayMetrics
-from kvherd.services.gateway.orders import Addressee, Flushed, flush_fleet, profile_fleet
+from kvherd.services.gateway.orders import Addressee, FlushHeed, flush_fleet, profile_fleet
 from kvherd.wire.audit_json import Audited, audit_report
 from kvherd.wire.engine_metrics import merge_metrics
 from kvherd.wire.fleet_json import Json, KvView, under_way, worker_entry
@@ -35,7 +35,7 @@ class Console:
         *,
         fleet: Fleet,
         kv: Callable[[WorkerId], KvView],
-        flushed: Flushed,
+        heed: FlushHeed,
         metrics: GatewayMetrics,
         admin_key: str | None = None,
         keyring: Keyring | None = None,
@@ -46,7 +46,7 @@ class Console:
         self.fleet = fleet
         self.metrics = metrics
         self.kv = kv
-        self._flushed = flushed
+        self._heed = heed
         self._tls = tls
         self._names = names
         self.config: ConfigFile | None = None
@@ -91,7 +91,7 @@ class Console:
         """Order every worker to clear its cache, and return within `timeout_s` + 5 s. Raises `FieldInvalid`."""
         if not math.isfinite(timeout_s) or not 0 <= timeout_s <= LONGEST_FLUSH_S:
             raise FieldInvalid("timeout", f"must be a number of seconds from 0 to {LONGEST_FLUSH_S:g}")
-        report = await flush_fleet(self.fleet.addressees(), timeout_s=timeout_s, hold=hold, flushed=self._flushed)
+        report = await flush_fleet(self.fleet.addressees(), timeout_s=timeout_s, hold=hold, heed=self._heed)
         self.metrics.flushed(report)
         return report
 

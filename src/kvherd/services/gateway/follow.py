@@ -188,6 +188,16 @@ class Followers:
             follower.following.flushed(ordered_s=ordered_s, answered_s=self._wall())
             follower.happened("cleared")
 
+    def doubted(self, worker: WorkerId, *, ordered_s: float) -> None:
+        """Say that a flush was sent to this worker at `ordered_s`, and that nobody will know whether it obeys: it has
+        no credit for what it held until its events tell of a clear, or go on for a while without one.
+        """
+        follower = self._followers.get(worker)
+        if follower is not None:
+            log.warning("%s was ordered to flush and did not answer: what it holds is in doubt", worker)
+            follower.following.doubted(ordered_s=ordered_s, given_up_s=self._wall())
+            follower.happened("cleared")
+
 
 def _raise_if_cancelled() -> None:
     """A task group that fails as it is cancelled tells of its failure alone."""

@@ -84,6 +84,11 @@ class Following:
         for rank in self.barrier.flushed(self.ranks, ordered_s=ordered_s, answered_s=answered_s):
             self._clear(rank)
 
+    def doubted(self, *, ordered_s: float, given_up_s: float) -> None:
+        """A flush ordered at `ordered_s` was sent, and may be obeyed unheard: as `flushed`, until it turns out."""
+        for rank in self.barrier.doubted(self.ranks, ordered_s=ordered_s, given_up_s=given_up_s):
+            self._clear(rank)
+
     def _take_chunk(self, chunk: SnapshotChunk) -> None:
         rank = chunk.batch.rank
         if chunk.index == 0:

@@ -37,6 +37,7 @@ from kvherd.services.gateway.key_places import with_engine_keys
 from kvherd.services.gateway.keyed import KeyedPath
 from kvherd.services.gateway.late_binding import LateBinding
 from kvherd.services.gateway.metrics import GatewayMetrics
+from kvherd.services.gateway.orders import FlushHeed
 from kvherd.services.gateway.relay.edge import Judge, RelayLimits, is_data
 from kvherd.services.gateway.relay.server import RelayServer
 from kvherd.services.gateway.settings import AdmissionBounds, HealMode
@@ -152,16 +153,12 @@ class Gateway:
                 remark=remark_on_expiry(self._worker_tls),
             )
         )
-
-        def flushed(worker: WorkerId, ordered_s: float) -> None:
-            followers.flushed(worker, ordered_s=ordered_s)
-            credit.cleared(worker)
-
+        heed = _heed(followers, credit)
         keyring = Keyring()
         console = Console(
             fleet=fleet,
             kv=followers.view,
-            flushed=flushed,
+            heed=heed,
             metrics=metrics,
             admin_key=config.admin_key,
             keyring=keyring,
@@ -204,7 +201,7 @@ class Gateway:
         if file is not None:
             metrics.watch_config(lambda: file.problem)
         if config.path.heal is HealMode.FLUSH:
-            await stack.enter_async_context(IdleFlushes(fleet, followers.incomplete, flushed, metrics))
+            await stack.enter_async_context(IdleFlushes(fleet, followers.incomplete, heed, metrics))
         grpc = GatewayGrpc(console, host=config.host, port=config.grpc_port, tls=self._tls)
         self._grpc = await stack.enter_async_context(grpc)
         admitted = AdmittedPath(at_keepers(path, fleet, access), admission, access.refused, path.launch)
@@ -254,6 +251,18 @@ class Gateway:
         return await stack.enter_async_context(
             ConfigFile(config.config_file, apply, config.environment, prepare=prepare)
         )
+
+
+def _heed(followers: Followers, credit: Credit) -> FlushHeed:
+    def obeyed(worker: WorkerId, ordered_s: float) -> None:
+        followers.flushed(worker, ordered_s=ordered_s)
+        credit.cleared(worker)
+
+    def in_doubt(worker: WorkerId, ordered_s: float) -> None:
+        followers.doubted(worker, ordered_s=ordered_s)
+        credit.cleared(worker)
+
+    return FlushHeed(obeyed, in_doubt)
 
 
 def _keeps_its_certificate(worker: WorkerId) -> bool:

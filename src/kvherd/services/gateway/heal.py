@@ -20,7 +20,7 @@ from kvherd.core.routing.candidate import KvKnowledge
 from kvherd.ports.worker import WorkerKind
 from kvherd.services.gateway.fleet import Fleet
 from kvherd.services.gateway.metrics import GatewayMetrics
-from kvherd.services.gateway.orders import Addressee, Flushed, flush_fleet
+from kvherd.services.gateway.orders import Addressee, FlushHeed, flush_fleet
 from kvherd.services.gateway.prompts import LONG_CHAT_BYTES
 from kvherd.services.gateway.settings import HealMode
 from kvherd.services.gateway.turn import Turn
@@ -69,10 +69,10 @@ class IdleFlushes:
     are idle.
     """
 
-    def __init__(self, fleet: Fleet, incomplete: Incomplete, flushed: Flushed, metrics: GatewayMetrics) -> None:
+    def __init__(self, fleet: Fleet, incomplete: Incomplete, heed: FlushHeed, metrics: GatewayMetrics) -> None:
         self._fleet = fleet
         self._incomplete = incomplete
-        self._flushed = flushed
+        self._heed = heed
         self._metrics = metrics
         self._tried_s: dict[WorkerId, float] = {}
         self._group = asyncio.TaskGroup()
@@ -121,7 +121,7 @@ class IdleFlushes:
 
     async def _flush(self, member: Member) -> None:
         to = Addressee(self._fleet.worker(member.worker), member.kind)
-        report = await flush_fleet([to], timeout_s=0.0, flushed=self._flushed)
+        report = await flush_fleet([to], timeout_s=0.0, heed=self._heed)
         (result,) = report.results
         if result.outcome is Outcome.DONE:
             member.healings += 1

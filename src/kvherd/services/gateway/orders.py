@@ -10,8 +10,16 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Final
 
-from kvherd.core.errors import FieldInvalid, WorkerError, WorkerTimedOut
+from kvherd.core.errors import (
+    FieldInvalid,
+    WorkerError,
+    WorkerLocked,
+    WorkerRefused,
+    WorkerTimedOut,
+    WorkerUnsupported,
+)
 from kvherd.core.fleet.fanout import FanoutReport, Outcome, RankResult, WorkerResult, outcome_of
 from kvherd.core.ids import WorkerId
 from kvherd.ports.worker import FlushAnswer, ProfileAnswer, Worker
@@ -24,7 +32,21 @@ GRACE_S = 5.0
 
 
 Flushed = Callable[[WorkerId, float], None]
-"""Told which worker has obeyed a flush, and when the order was sent to it, by the event loop's clock."""
+"""Told of which worker, and when the order was sent to it, by the event loop's clock."""
+
+
+@dataclass(frozen=True, slots=True)
+class FlushHeed:
+    """Who keeps account of what workers hold. `obeyed`: it cleared its cache; it is called before the order's caller is
+    answered. `in_doubt`: the order reached it, and whether it obeys nobody will hear from it.
+    """
+
+    obeyed: Flushed
+    in_doubt: Flushed
+
+
+UNHEEDED: Final = FlushHeed(obeyed=lambda _, __: None, in_doubt=lambda _, __: None)
+"""Nobody keeps account."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +76,7 @@ async def flush_fleet(
     fleet: Sequence[Addressee],
     *,
     timeout_s: float,
-    flushed: Flushed,
+    heed: FlushHeed,
     hold: bool = False,
     at_once: int = 32,
     in_flight: int = 1024,
@@ -63,16 +85,16 @@ async def flush_fleet(
     """Order every worker to clear its cache, and return within `timeout_s` + 5 s with one result a worker.
 
     `timeout_s` is how long an engine may wait to be idle; 0 is now or refused. With `hold`, requests that come
-    meanwhile wait behind the flush, where the engine can do that. `flushed` is called for each worker
-    that did it, at once. Raises nothing for a worker's sake. Cancelling withdraws what is under way.
+    meanwhile wait behind the flush, where the engine can do that. `heed` is told of each worker that did it, at
+    once, and of each that may. Raises nothing for a worker's sake. Cancelling withdraws what is under way.
     """
     slots = _Slots(at_once, in_flight, opening_s)
 
     async def order(to: Addressee, started_s: float) -> WorkerResult:
         async with slots.flying:
-            ordered_s, answer = await _flush_in_slot(to.worker, slots, timeout_s=timeout_s, hold=hold)
+            ordered_s, answer = await _flush_in_slot(to.worker, slots, heed, timeout_s=timeout_s, hold=hold)
         if answer.done:
-            flushed(to.worker.id, ordered_s)
+            heed.obeyed(to.worker.id, ordered_s)
         return _answered(to, answer, started_s)
 
     return await _order_all(fleet, order, deadline_s=timeout_s + GRACE_S)
@@ -125,10 +147,12 @@ async def _order_all(fleet: Sequence[Addressee], give: _Give, *, deadline_s: flo
     return FanoutReport(tuple(task.result() for task in tasks))
 
 
-async def _flush_in_slot(worker: Worker, slots: _Slots, *, timeout_s: float, hold: bool) -> tuple[float, FlushAnswer]:
+async def _flush_in_slot(
+    worker: Worker, slots: _Slots, heed: FlushHeed, *, timeout_s: float, hold: bool
+) -> tuple[float, FlushAnswer]:
     """Flush one worker, holding an opening slot no longer than its opening takes; tells when it was ordered."""
     await slots.opening.acquire()
-    loop, held = asyncio.get_running_loop(), True
+    loop, held, doubt = asyncio.get_running_loop(), True, False
 
     def give_back() -> None:
         nonlocal held
@@ -136,10 +160,20 @@ async def _flush_in_slot(worker: Worker, slots: _Slots, *, timeout_s: float, hol
             held = False
             slots.opening.release()
 
+    def in_doubt(is_so: bool) -> None:
+        nonlocal doubt
+        doubt = is_so
+
     ordered_s = loop.time()
     timer = loop.call_later(slots.opening_s, give_back)
     try:
-        return ordered_s, await worker.flush(timeout_s=timeout_s, hold=hold, opened=give_back)
+        return ordered_s, await worker.flush(timeout_s=timeout_s, hold=hold, opened=give_back, in_doubt=in_doubt)
+    except (WorkerRefused, WorkerUnsupported, WorkerLocked):
+        raise  # that is its answer
+    except BaseException:
+        if doubt:
+            heed.in_doubt(worker.id, ordered_s)
+        raise
     finally:
         timer.cancel()
         give_back()

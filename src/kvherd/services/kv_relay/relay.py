@@ -171,6 +171,12 @@ class KvRelay:
             self._life.histories[rank].append(answered_s, (CacheCleared(),))
         self._life.tell()
 
+    def doubted(self) -> None:
+        """Say that a flush was sent, and that nobody will know whether the engine obeyed: what it held is unknown."""
+        for line in self._lines.values():
+            reason = f"rank {line.rank}: a flush was not answered, and may have been obeyed"
+            self._void(line, EpochEnded(reason), max(line.feed.last or 0, 1))
+
     async def __aenter__(self) -> Self:
         async with AsyncExitStack() as stack:
             for line in self._lines.values():
