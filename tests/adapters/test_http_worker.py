@@ -23,6 +23,7 @@ from kvherd.core.errors import (
     WorkerUnreachable,
     WorkerUnsupported,
 )
+from kvherd.core.fleet.refusals import WorkerBusy
 from kvherd.core.ids import Rank, RequestId, WorkerId
 from kvherd.ports.completions import Usage
 from kvherd.ports.worker import NOT_HELD, Call, FlushAnswer, NewsTo, RankOutcome, WorkerKind, WorkerLoad
@@ -343,7 +344,7 @@ async def test_leaving_a_request_ends_its_connection(pieces: list[bytes]) -> Non
     ("status", "error"),
     [
         ("502 Bad Gateway", WorkerFailed),
-        ("503 Service Unavailable", WorkerRefused),
+        ("503 Service Unavailable", WorkerBusy),
         ("504 Gateway Time-out", WorkerRefused),
     ],
 )
@@ -360,6 +361,19 @@ async def test_what_another_worker_may_do_better_is_raised(status: str, error: t
             async with asyncio.timeout(10):
                 assert type(await landed) is error
         assert not responder.started
+
+
+@pytest.mark.parametrize(
+    ("told", "retry_after_s"),
+    [("", 1), ("7", 7), ("999999", 3600), ("9" * 5000, 1), ("Wed, 21 Oct 2026 07:28:00 GMT", 1), ("-5", 1)],
+)
+async def test_a_busy_worker_says_when_to_come_again(told: str, retry_after_s: int) -> None:
+    more = f"retry-after: {told}\r\n" if told else ""
+    answer = f"HTTP/1.1 503 Service Unavailable\r\n{more}content-length: 2\r\n\r\n{{}}".encode()
+    async with RawServer(saying(answer)) as server, worker_at(server.url) as worker:
+        with pytest.raises(WorkerBusy) as caught:
+            await worker.forward(call(), FakeResponder())
+        assert caught.value.retry_after_s == retry_after_s
 
 
 async def test_any_other_answer_is_the_clients() -> None:

@@ -22,7 +22,7 @@ from kvherd.core.errors import (
     WorkerUnreachable,
     WorkerUnsupported,
 )
-from kvherd.core.fleet.refusals import DescriptorsExhausted
+from kvherd.core.fleet.refusals import DescriptorsExhausted, WorkerBusy
 from kvherd.core.ids import WorkerId
 from kvherd.ports.loop_turn import LoopTurn
 from kvherd.ports.worker import (
@@ -60,7 +60,9 @@ _NOT_FORWARDED: Final = frozenset(
     }
 )
 _BAD_GATEWAY: Final = 502
-_ANOTHER_MAY_SERVE: Final = frozenset({_BAD_GATEWAY, 503, 504})
+_BUSY: Final = 503
+_ANOTHER_MAY_SERVE: Final = frozenset({_BAD_GATEWAY, _BUSY, 504})
+_LONGEST_RETRY_S: Final = 3600
 _STATEFUL: Final[tuple[str, ...]] = ("/v1/responses", "/v1/conversations")
 _REASON_BYTES: Final = 64 * 1024
 
@@ -102,8 +104,8 @@ class HttpWorker:
 
     async def forward(self, call: Call, responder: Responder) -> None:
         """An answer of 502, 503 or 504 is raised, since another worker may do better: the first as `WorkerFailed`, for
-        it is a proxy's that cannot reach the engine, the others as `WorkerRefused`. Any other is the client's, byte for
-        byte.
+        it is a proxy's that cannot reach the engine, the second as `WorkerBusy`, the third as `WorkerRefused`. Any
+        other is the client's, byte for byte.
         """
         call = self._at_rank(call)
         relayed = _Relayed(self, call, responder)
@@ -245,6 +247,7 @@ class _Relayed:
         "_refusal",
         "_refused_status",
         "_responder",
+        "_retry_after",
         "_sniffer",
         "_waits_for_first",
         "_worker",
@@ -260,6 +263,7 @@ class _Relayed:
         self._responder = responder
         self._refused_status = 0
         self._refusal = b""
+        self._retry_after = b""
         self._sniffer: UsageSniffer | None = None
         self._waits_for_first = False
         self._passes = False
@@ -292,6 +296,7 @@ class _Relayed:
     def head(self, status: int, headers: Sequence[Header]) -> None:
         if status in _ANOTHER_MAY_SERVE:
             self._refused_status = status
+            self._retry_after = first(headers, b"retry-after") or b""
             return
         call = self._call
         if status == 200:
@@ -332,9 +337,18 @@ class _Relayed:
         if self._refused_status:
             answer = HttpAnswer(self._refused_status, self._refusal)
             reason = f"HTTP {answer.status}: {answer.reason()}"
-            raise WorkerFailed(worker, reason) if answer.status == _BAD_GATEWAY else WorkerRefused(worker, reason)
+            raise self._refused(worker, reason)
         if self._sniffer is not None and self._call.news is not None:
             usage = self._sniffer.usage()
             if usage is not None:
                 self._call.news.usage(usage)
         self._responder.end()
+
+    def _refused(self, worker: WorkerId, reason: str) -> WorkerError:
+        if self._refused_status == _BAD_GATEWAY:
+            return WorkerFailed(worker, reason)
+        if self._refused_status != _BUSY:
+            return WorkerRefused(worker, reason)
+        told = self._retry_after.strip()  # a date is left out
+        after_s = int(told) if told.isdigit() and len(told) < 9 else 1
+        return WorkerBusy(worker, reason, min(after_s, _LONGEST_RETRY_S))

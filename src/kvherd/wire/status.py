@@ -52,6 +52,7 @@ TABLE: dict[type[errors.KvherdError], Status] = {
     errors.GatewayUnreachable: Status(502, "UNAVAILABLE", "server_error", "gateway_unreachable"),
     errors.WorkerUnreachable: Status(502, "UNAVAILABLE", "server_error", "worker_unreachable"),
     errors.WorkerTimedOut: Status(504, "DEADLINE_EXCEEDED", "server_error", "worker_timed_out"),
+    refusals.WorkerBusy: Status(503, "UNAVAILABLE", "server_error", "worker_busy"),
     errors.WorkerRefused: Status(502, "FAILED_PRECONDITION", "server_error", "worker_refused"),
     errors.WorkerLocked: Status(502, "FAILED_PRECONDITION", "server_error", "worker_locked"),
     errors.WorkerUnsupported: Status(501, "UNIMPLEMENTED", "server_error", "worker_unsupported"),

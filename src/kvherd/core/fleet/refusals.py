@@ -1,8 +1,8 @@
-"""Why a gateway itself serves no request now, or not any longer, whatever its workers could do."""
+"""Why a gateway serves no request now, or not any longer: itself, whatever its workers could do, or for all of them."""
 
 from dataclasses import dataclass
 
-from kvherd.core.errors import CallerError, FleetError
+from kvherd.core.errors import CallerError, FleetError, WorkerRefused
 
 
 @dataclass(eq=False)
@@ -52,6 +52,13 @@ class DescriptorsExhausted(FleetError):
 
     def __str__(self) -> str:
         return "the gateway has no file descriptor left for a connection to a worker; raise `ulimit -n`, or try later"
+
+
+@dataclass(eq=False)
+class WorkerBusy(WorkerRefused):
+    """It serves nothing now, by its own word, and no other could be asked; `retry_after_s` is its word too, if any."""
+
+    retry_after_s: int = 1
 
 
 @dataclass(eq=False)
