@@ -215,7 +215,7 @@ async def test_a_worker_that_refuses_is_a_refusal(launched: bool) -> None:
     async with relay_to(refuse, launched=launched) as (_, relay), RawClient(relay.port) as client:
         for _ in range(3):
             answer = await client.ask(POST)
-            assert answer.status == 502
+            assert (answer.status, answer.headers["retry-after"]) == (503, "1")
             assert b"busy" in answer.body
 
 
