@@ -35,6 +35,33 @@ def test_half_of_the_window_failed_opens_it() -> None:
     assert not breaker.admits(1.0)
 
 
+def test_many_failures_in_a_row_open_it_however_many_succeeded_before() -> None:
+    breaker = Breaker(CONFIG)
+    for _ in range(1000):
+        breaker.succeeded(ONE, 0.0)
+    for _ in range(CONFIG.in_a_row - 1):
+        breaker.failed(ONE, 0.0, 1.0)
+    breaker.succeeded(ONE, 0.0)
+    for _ in range(CONFIG.in_a_row - 1):
+        breaker.failed(ONE, 0.0, 1.0)
+    assert breaker.state(0.0) is BreakerState.CLOSED
+    breaker.failed(ONE, 0.0, 1.0)
+    assert breaker.state(0.0) is BreakerState.OPEN
+
+
+def test_a_no_counts_only_of_the_one_that_tries() -> None:
+    breaker = Breaker(CONFIG)
+    for _ in range(20):
+        breaker.refused(ONE, 0.0, 1.0)
+    assert breaker.state(0.0) is BreakerState.CLOSED
+    breaker = opened_at(0.0)
+    breaker.begin(ONE, 2.0)
+    breaker.refused(OLD, 2.1, 1.0)
+    assert breaker.state(2.1) is BreakerState.HALF_OPEN
+    breaker.refused(ONE, 2.1, 1.0)
+    assert breaker.state(2.1) is BreakerState.OPEN
+
+
 def test_failures_older_than_the_window_are_forgotten() -> None:
     breaker = Breaker(CONFIG)
     for _ in range(3):

@@ -533,6 +533,55 @@ async def test_a_refusal_is_the_workers_own_and_no_sign_of_illness() -> None:
         assert (await it.ask()).status == 200
 
 
+async def test_who_always_says_no_where_another_answers_is_asked_ever_more_rarely_however_well_it_did_before() -> None:
+    async with herd(fake(ANN), fake(BOB)) as it:
+        it.store(ANN, "hello world hello world")
+        for _ in range(100):
+            assert (await it.ask("hello world hello world")).headers["x-kvherd-worker"] == ANN
+        it.workers[ANN].fails = WorkerRefused(ANN, "queue full")
+        for _ in range(100):
+            assert (await it.ask("hello world hello world")).headers["x-kvherd-worker"] == BOB
+            await asyncio.sleep(0.01)
+        assert len(it.workers[ANN].calls) == 100 + BreakerConfig().in_a_row
+        await asyncio.sleep(BreakerConfig().open_s)
+        assert (await it.ask("hello world hello world")).headers["x-kvherd-worker"] == BOB
+        assert len(it.workers[ANN].calls) == 100 + BreakerConfig().in_a_row + 1, "one was to try it"
+        assert it.member(ANN).breaker.state(asyncio.get_running_loop().time()) is BreakerState.OPEN
+
+
+async def test_what_all_say_no_to_speaks_against_none() -> None:
+    async with herd(fake(ANN), fake(BOB)) as it:
+        for name, worker in it.workers.items():
+            worker.fails = WorkerRefused(name, "too many")
+        for _ in range(20):
+            with pytest.raises(WorkerRefused):
+                await it.ask()
+        assert all(it.member(name).breaker.closed for name in it.workers)
+
+
+class Broken(FakeWorker):
+    """It answers whatever it is asked with an error of its own."""
+
+    async def forward(self, call: Call, responder: Responder) -> None:
+        self.calls.append(call)
+        responder.start(500, [*call.extra_headers])
+        responder.write(b'{"error": "out of memory"}')
+        responder.end()
+
+
+async def test_who_answers_all_with_an_error_of_its_own_is_not_given_all_that_comes() -> None:
+    async with herd(Broken(ANN, facts=FACTS), fake(BOB)) as it:
+        it.store(ANN, "hello world hello world")
+        answers = [(await it.ask("hello world hello world")).status for _ in range(100)]
+        assert answers == [500] * BreakerConfig().min_requests + [200] * (100 - BreakerConfig().min_requests)
+
+
+async def test_where_all_answer_with_errors_of_their_own_somebody_is_asked_all_the_same() -> None:
+    async with herd(Broken(ANN, facts=FACTS), Broken(BOB, facts=FACTS)) as it:
+        assert {(await it.ask()).status for _ in range(100)} == {500}
+        assert [it.member(name).breaker.closed for name in it.workers].count(True) == 1
+
+
 async def test_an_error_of_the_caller_is_not_tried_elsewhere() -> None:
     class Strict(FakeWorker):
         async def forward(self, call: object, responder: object) -> None:

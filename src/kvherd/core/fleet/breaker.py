@@ -4,8 +4,9 @@
     open       none pass until the open time is over, which doubles (with jitter) at each failed try
     half-open  one request at a time may try; its success closes the breaker, its failure opens it again
 
-Every `begin` is followed by one of `succeeded`, `failed` and `abandoned` of the same request, with the same time
-base. What became of a request that began before the breaker opened says nothing of the present, and is no try's end.
+Every `begin` is followed by one of `succeeded`, `failed`, `refused` and `abandoned` of the same request, with the same
+time base; what was refused may turn out to have `failed` after all, when another worker answers it. What became of a
+request that began before the breaker opened says nothing of the present, and is no try's end.
 """
 
 from collections import deque
@@ -26,10 +27,13 @@ class BreakerState(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class BreakerConfig:
-    """It opens when at least `min_requests` ended within `window_s` and this share of them failed."""
+    """It opens when at least `min_requests` ended within `window_s` and this share of them failed, or when `in_a_row`
+    failed without one that succeeded between them: else a worker that served thousands could fail as many.
+    """
 
     failure_ratio: float = 0.5
     min_requests: int = 5
+    in_a_row: int = 10
     window_s: float = 30.0
     open_s: float = 2.0
     max_open_s: float = 60.0
@@ -53,6 +57,7 @@ class Breaker:
         self._config = config or BreakerConfig()
         self._ended: deque[_Slice] = deque()
         self._newest: _Slice | None = None
+        self._failed_in_a_row = 0
         self._open_until_s: float | None = None
         self._opened_in_a_row = 0
         self._trying: RequestId | None = None
@@ -90,8 +95,14 @@ class Breaker:
             return
         self._count(now_s, failed=True)
         failures, ended = sum(one.failed for one in self._ended), sum(one.ended for one in self._ended)
-        if ended >= self._config.min_requests and failures >= self._config.failure_ratio * ended:
+        most = ended >= self._config.min_requests and failures >= self._config.failure_ratio * ended
+        if most or self._failed_in_a_row >= self._config.in_a_row:
             self._open(now_s, dice)
+
+    def refused(self, request: RequestId, now_s: float, dice: float) -> None:
+        """It was told no. That speaks against the worker only if it is the try: the circuit opened for a reason."""
+        if self._trying == request:
+            self.failed(request, now_s, dice)
 
     def abandoned(self, request: RequestId) -> None:
         """The request ended without news of the worker: its client left."""
@@ -108,6 +119,7 @@ class Breaker:
                 self._ended.popleft()
         newest.ended += 1
         newest.failed += failed
+        self._failed_in_a_row = self._failed_in_a_row + 1 if failed else 0
 
     def _open(self, now_s: float, dice: float) -> None:
         longest = min(self._config.max_open_s, self._config.open_s * 2**self._opened_in_a_row)
@@ -115,12 +127,15 @@ class Breaker:
         self._open_until_s = now_s + longest * (0.5 + dice / 2)
         self._opened_in_a_row = min(self._opened_in_a_row + 1, 16)
         self._trying = None
-        self._ended.clear()
-        self._newest = None
+        self._forget()
 
     def _close(self) -> None:
         self._open_until_s = None
         self._opened_in_a_row = 0
         self._trying = None
+        self._forget()
+
+    def _forget(self) -> None:
         self._ended.clear()
         self._newest = None
+        self._failed_in_a_row = 0

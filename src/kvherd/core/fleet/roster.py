@@ -346,6 +346,11 @@ class Roster:
         """Whether a member serves it, up or not."""
         return any(model in one.models for one in self._members.values())
 
+    def others_serve(self, member: Member, model: str, now_s: float) -> bool:
+        """Whether another than this one, with nothing against it, would take a request for `model` now."""
+        others = (one for one in self._members.values() if one is not member and model in one.models)
+        return any(one.breaker.closed and not one.unavailable(now_s) for one in others)
+
     def meant(self, name: str) -> str:
         """The model that a client means by a name: the name itself unless it is an alias."""
         return name if name not in self.aliases or self.serves(name) else self.aliases[name]

@@ -103,6 +103,7 @@ class DataPath(Path):
             reports=FullReports(config.heal, incomplete, metrics),
             samples=UsageSamples(config.usage_sample, metrics, dice=dice),
             late=self._late,
+            dice=dice,
         )
         self._patience = Patience(config.bounds)
         self._encodings = EncodingCache()

@@ -1,5 +1,9 @@
 """One try at one worker: what is noted when it begins, what is sent, and what is learned when it ends."""
 
+import random
+from collections.abc import Callable
+from typing import Final
+
 from kvherd.core.errors import WorkerError, WorkerRefused, WorkerUnsupported
 from kvherd.core.fleet.roster import Member
 from kvherd.core.fleet.spec import GRPC
@@ -16,21 +20,26 @@ from kvherd.services.gateway.patience import with_deadline
 from kvherd.services.gateway.turn import Turn
 from kvherd.services.gateway.usage_samples import UsageSamples, WithoutUsage, uncompressed
 
+_BROKEN: Final = 500
+"""The status by which an engine says that it met what it did not foresee."""
+
 
 class _Heard:
     """`News` of one try."""
 
-    __slots__ = ("_fleet", "_late", "_member", "_turn")
+    __slots__ = ("_late", "_member", "_tries", "_turn")
 
-    def __init__(self, turn: Turn, member: Member, fleet: Fleet, late: LateBinding | None) -> None:
+    def __init__(self, turn: Turn, member: Member, tries: "Tries", late: LateBinding | None) -> None:
         self._turn = turn
         self._member = member
-        self._fleet = fleet
+        self._tries = tries
         self._late = late
 
     def first_token(self) -> None:
-        self._turn.first_token_at_s = now_s = self._fleet.now_s()
+        self._turn.first_token_at_s = now_s = self._tries.now_s()
         self._member.answered(self._turn.request, now_s=now_s)
+        if self._turn.tried:
+            self._tries.answered_instead(self._turn, now_s)
         if self._late is not None:
             self._late.look()
 
@@ -51,6 +60,7 @@ class Tries:
         reports: FullReports,
         samples: UsageSamples,
         late: LateBinding | None,
+        dice: Callable[[], float] = random.random,
     ) -> None:
         self._fleet = fleet
         self._credit = credit
@@ -59,6 +69,10 @@ class Tries:
         self._reports = reports
         self._samples = samples
         self._late = late
+        self._dice = dice
+
+    def now_s(self) -> float:
+        return self._fleet.now_s()
 
     def begin(self, turn: Turn, member: Member, now_s: float) -> tuple[Call, Responder]:
         """It is being sent there: what is sent, and where the answer goes. `end` must follow."""
@@ -86,12 +100,7 @@ class Tries:
         """It is over, however it ended; the worker's health learns from it."""
         member = turn.served_by
         turn.witness.wait = None  # else it would be the collector that finds the turn
-        if error is None:
-            self._fleet.request_succeeded(member, turn.request, now_s)
-        elif isinstance(error, WorkerError) and not isinstance(error, WorkerRefused | WorkerUnsupported):
-            self._fleet.request_failed(member, turn.request, error)
-        else:
-            member.breaker.abandoned(turn.request)  # it is well, and said no; or its client has left
+        self._judge(turn, member, error, now_s)
         if turn.trial is not None:
             self._audit.end(member, turn.trial)
         self._fleet.request_ended(member, turn.request, now_s)
@@ -99,6 +108,36 @@ class Tries:
             self._credit.ended(turn.request)
         if self._late is not None:
             self._late.look()
+
+    def answered_instead(self, turn: Turn, now_s: float) -> None:
+        """What workers said no to was answered by another: it was not the request's fault, nor the whole fleet's."""
+        for worker, error in turn.tried.items():
+            member = self._fleet.roster.get(worker)
+            if member is not None and isinstance(error, WorkerRefused):
+                self._failed(member, turn, now_s)
+
+    def _judge(self, turn: Turn, member: Member, error: BaseException | None, now_s: float) -> None:
+        """What the end of a try says of its worker. One that always fails or says no ends its requests soonest, and
+        would be given ever more: it is spared them where there is another.
+        """
+        if error is None:
+            if turn.witness.status == _BROKEN and self._others(turn, member, now_s):
+                self._failed(member, turn, now_s)
+            else:
+                self._fleet.request_succeeded(member, turn.request, now_s)
+        elif isinstance(error, WorkerRefused) and self._others(turn, member, now_s):
+            member.breaker.refused(turn.request, now_s, self._dice())
+        elif isinstance(error, WorkerError) and not isinstance(error, WorkerRefused | WorkerUnsupported):
+            self._fleet.request_failed(member, turn.request, error)
+        else:
+            member.breaker.abandoned(turn.request)  # it is well, and cannot do it; or its client has left
+
+    def _others(self, turn: Turn, member: Member, now_s: float) -> bool:
+        return self._fleet.roster.others_serve(member, turn.model, now_s)
+
+    def _failed(self, member: Member, turn: Turn, now_s: float) -> None:
+        member.failures_total += 1
+        member.breaker.failed(turn.request, now_s, self._dice())
 
     def _edited(self, turn: Turn, member: Member) -> tuple[Call, Responder]:
         """What is sent to this worker, and what becomes of its answer on the way to the client."""
@@ -127,7 +166,7 @@ class Tries:
             None if prompt.several else prompt.token_ids,
             turn.headers,
             turn.rank if turn.wanted_rank is None else None,
-            _Heard(turn, member, self._fleet, self._late),
+            _Heard(turn, member, self, self._late),
             turn.ends,
             None if prompt.token_ids is None else self._fleet.tokenizer(turn.model),
         )
