@@ -1,5 +1,6 @@
 """The metrics page and the board speak of what a gateway measures, and of all of it."""
 
+import asyncio
 import json
 import re
 from pathlib import Path
@@ -184,3 +185,34 @@ def test_tokens_and_the_time_between_them_are_counted() -> None:
     assert 'kvherd_gateway_tokens_total{model="m",of="prompt",worker="w"} 7.0' in text
     assert 'kvherd_gateway_tokens_total{model="m",of="completion",worker="w"} 5.0' in text
     assert 'kvherd_gateway_inter_token_seconds_bucket{le="0.05",worker="w"} 1.0' in text
+
+
+async def test_told_in_turns_the_metrics_are_the_same_and_others_have_turns_between_them() -> None:
+    metrics, turns = busy(), 0
+
+    async def others() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    other = asyncio.create_task(others())
+    told = await metrics.text_in_turns()
+    other.cancel()
+    assert told == metrics.text()
+    assert turns >= told.count(b"# TYPE")
+
+
+async def test_a_worker_may_leave_while_the_metrics_are_told() -> None:
+    roster, ann, bob = Roster(), WorkerId("http://ann"), WorkerId("http://bob")
+    roster.join(Member(ann))
+    metrics = whole(roster)
+    metrics.ended(ann, "m", "answered", 0.1)
+
+    async def change() -> None:
+        roster.leave(ann)
+        roster.join(Member(bob))
+        metrics.ended(bob, "m", "answered", 0.1)
+
+    told, _ = await asyncio.gather(metrics.text_in_turns(), change())
+    assert b"kvherd_worker_state" in told

@@ -206,7 +206,9 @@ class _Routes:
         return JSONResponse({"ready": True, "problems": []})
 
     async def metrics(self, _: Request) -> Response:
-        return Response(self._console.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+        return Response(
+            await self._console.metrics.text_in_turns(), media_type="text/plain; version=0.0.4; charset=utf-8"
+        )
 
     async def loads(self, _: Request) -> Response:
         kept = (
