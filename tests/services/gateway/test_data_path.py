@@ -933,6 +933,17 @@ async def test_the_line_of_a_stream_tells_the_time_to_and_between_its_tokens(cap
     assert "secret" not in caplog.text
 
 
+async def test_what_was_waited_before_it_was_read_is_in_a_request_s_times(caplog: pytest.LogCaptureFixture) -> None:
+    body = json.dumps({"model": "m", "prompt": "hello world", "stream": True}).encode()
+    request = DataRequest("POST", "/v1/completions", "", [], body, "127.0.0.1", RequestId("r"))
+    async with herd(fake(ANN, first_byte_s=2.0, chunk_s=0.5)) as it:
+        with caplog.at_level(logging.INFO, "kvherd.access"):
+            await it.path(request.changed(waited_s=4.0).changed(key="k"), FakeResponder())
+    line = json.loads(caplog.records[-1].message)
+    assert (line["ttft_s"], line["seconds"]) == (6.0, 7.0)
+    assert f'kvherd_gateway_time_to_first_byte_seconds_sum{{worker="{ANN}"}} 6.0' in it.metrics.text().decode()
+
+
 async def test_a_request_that_is_refused_has_a_line_too(caplog: pytest.LogCaptureFixture) -> None:
     async with herd(fake(ANN)) as it:
         with caplog.at_level(logging.INFO, "kvherd.access"), pytest.raises(ModelUnknown):

@@ -23,6 +23,7 @@ class Desk:
         self.path = AdmittedPath(self._serve, self.admission)
         self.served: list[str] = []
         self.timeouts: list[bytes] = []
+        self.waited: list[float] = []
         self.most = 0
         self.now = 0
 
@@ -30,6 +31,7 @@ class Desk:
         self.now += 1
         self.most = max(self.most, self.now)
         self.served.append(request.key)
+        self.waited.append(request.waited_s)
         self.timeouts += [value for name, value in request.headers if name == b"x-request-timeout"]
         try:
             await asyncio.sleep(1.0)
@@ -106,6 +108,12 @@ async def test_waiting_counts_for_a_client_s_own_deadline() -> None:
     assert [type(one) for one in outcomes] == [type(None), DeadlinePassed, type(None)]
     assert [float(left) for left in desk.timeouts] == [pytest.approx(2.0)]
     desk.assert_idle()
+
+
+async def test_who_waited_is_known_to_have_waited() -> None:
+    desk = Desk(AdmissionBounds(running=1, waiting=5))
+    await asyncio.gather(desk.ask(), desk.ask(own=b"9"), desk.ask())
+    assert desk.waited == [0.0, pytest.approx(1.0), pytest.approx(2.0)]
 
 
 async def test_a_deadline_that_is_none_is_refused_by_name() -> None:

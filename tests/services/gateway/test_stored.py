@@ -147,6 +147,7 @@ async def test_to_find_who_keeps_it_is_part_of_what_a_client_s_own_deadline_allo
         assert not it.inner.requests
         await it.ask("GET", "/v1/responses/resp_1", more=((b"x-request-timeout", b"5"),))
         assert (it.keeper, dict(it.inner.requests[0].headers)[b"x-request-timeout"]) == (BOB, b"2.000")
+        assert it.inner.requests[0].waited_s == pytest.approx(3.0)
         with pytest.raises(FieldInvalid, match="x-request-timeout"):
             await it.ask("GET", "/v1/responses/resp_1", more=((b"x-request-timeout", b"soon"),))
 
@@ -158,6 +159,7 @@ async def test_once_it_is_found_nobody_waits_for_a_worker_that_is_silent() -> No
         began_s = asyncio.get_running_loop().time()
         await it.ask("GET", "/v1/responses/resp_1")
         assert it.keeper == BOB
+        assert it.inner.requests[0].waited_s == pytest.approx(0.5)
         assert asyncio.get_running_loop().time() - began_s == pytest.approx(0.5)
 
 

@@ -51,7 +51,8 @@ class AccessLog:
     def ended(self, turn: Turn, *, now_s: float, error: BaseException | None = None) -> None:
         """A turn is over, whatever its outcome; `error` is what its client was told in place of an answer."""
         first_s, usage = turn.first_token_at_s, turn.usage
-        ttft_s = None if first_s is None else first_s - turn.began_s
+        came_s = turn.began_s - turn.incoming.waited_s
+        ttft_s = None if first_s is None else first_s - came_s
         itl_s = None
         if first_s is not None and turn.streams and usage is not None and usage.completion_tokens > 1:
             itl_s = (now_s - first_s) / (usage.completion_tokens - 1)
@@ -60,7 +61,7 @@ class AccessLog:
         if usage is not None:
             self._tallies.used(worker, turn.model, usage, itl_s)
         if self._written:
-            self._put(self._line(turn, ttft_s, itl_s, now_s - turn.began_s, _status(turn, error)))
+            self._put(self._line(turn, ttft_s, itl_s, now_s - came_s, _status(turn, error)))
 
     @property
     def _written(self) -> bool:

@@ -258,6 +258,6 @@ class AdmittedPath:
         except KvherdError as error:
             self._refused(request, error)
             raise
-        if within_s is None:
-            return request
-        return request.changed(headers=with_deadline(request.headers, within_s - (now() - began_s)))
+        waited_s = now() - began_s
+        headers = None if within_s is None else with_deadline(request.headers, within_s - waited_s)
+        return request.changed(headers=headers, waited_s=waited_s)

@@ -72,17 +72,19 @@ class _StoredPath:
 
     async def keeper_in_time(self, request: DataRequest) -> tuple[WorkerId | None, DataRequest]:
         """The keeper, and the request with what is then left of the client's own deadline. Raises `DeadlinePassed`."""
-        within_s = deadline_s(request.headers)
+        within_s, now = deadline_s(request.headers), asyncio.get_running_loop().time
+        began_s = now()
         if within_s is None:
-            return await self.keeper(request), request
-        ends_s = asyncio.get_running_loop().time() + within_s
+            keeper = await self.keeper(request)
+            return keeper, request.changed(waited_s=now() - began_s)
         try:
-            async with asyncio.timeout_at(ends_s):
+            async with asyncio.timeout_at(began_s + within_s):
                 keeper = await self.keeper(request)
         except TimeoutError:
             raise DeadlinePassed(within_s) from None
-        left_s = ends_s - asyncio.get_running_loop().time()
-        return keeper, request.changed(headers=with_deadline(request.headers, left_s))
+        waited_s = now() - began_s
+        headers = with_deadline(request.headers, within_s - waited_s)
+        return keeper, request.changed(headers=headers, waited_s=waited_s)
 
     async def keeper(self, request: DataRequest) -> WorkerId | None:
         """Who keeps what the request names; None if it names nothing, or nobody here could."""

@@ -15,11 +15,12 @@ class DataRequest:
 
     Header names are in lower case; headers that concern only the client's own connection are gone. `x-request-id` and
     `traceparent` are always there: the client's, or made here. `query` has no question mark. `key` is the name of the
-    client's API key, empty where none is wanted. Never changed. No dataclass: one is made for every request, and the
+    client's API key, empty where none is wanted; `waited_s` is what it waited since it was complete, for its turn or
+    for its keeper's name. Never changed. No dataclass: one is made for every request, and the
     `__init__` that a dataclass is given cannot be compiled.
     """
 
-    __slots__ = ("body", "headers", "key", "method", "path", "peer", "query", "request")
+    __slots__ = ("body", "headers", "key", "method", "path", "peer", "query", "request", "waited_s")
 
     def __init__(  # noqa: PLR0917 - what a request is
         self,
@@ -31,6 +32,7 @@ class DataRequest:
         peer: str,
         request: RequestId,
         key: str = "",
+        waited_s: float = 0.0,
     ) -> None:
         self.method = method
         self.path = path
@@ -40,6 +42,7 @@ class DataRequest:
         self.peer = peer
         self.request = request
         self.key = key
+        self.waited_s = waited_s
 
     def changed(
         self,
@@ -47,8 +50,9 @@ class DataRequest:
         headers: Sequence[tuple[bytes, bytes]] | None = None,
         body: bytes | None = None,
         key: str | None = None,
+        waited_s: float = 0.0,
     ) -> "DataRequest":
-        """The same but for what is given."""
+        """The same but for what is given; `waited_s` is added to what it waited before."""
         return DataRequest(
             self.method,
             self.path,
@@ -58,6 +62,7 @@ class DataRequest:
             self.peer,
             self.request,
             self.key if key is None else key,
+            self.waited_s + waited_s,
         )
 
     @property
