@@ -733,6 +733,20 @@ async def test_when_its_time_is_over_one_request_tries_a_broken_worker_and_its_s
         assert await ask() == ANN
 
 
+async def test_the_log_tells_when_a_circuit_opens_and_when_it_is_closed(caplog: pytest.LogCaptureFixture) -> None:
+    async with moody() as (_, ann, ask):
+        ann.ill = True
+        for _ in range(10):
+            await ask()
+        ann.ill = False
+        await asyncio.sleep(BreakerConfig().max_open_s)
+        assert await ask() == ANN
+    assert [line for line in caplog.messages if "circuit breaker" in line] == [
+        f"worker {ANN} failed too often: its circuit breaker is open",
+        f"worker {ANN} answers again: its circuit breaker is closed",
+    ]
+
+
 async def test_a_try_that_fails_keeps_a_broken_worker_out_for_longer_and_costs_its_client_nothing() -> None:
     async with moody() as (_, ann, ask):
         ann.ill = True

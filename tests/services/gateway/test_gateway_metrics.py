@@ -9,6 +9,7 @@ from typing import Any
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvherd.core.errors import ModelUnknown
+from kvherd.core.fleet.breaker import BreakerConfig
 from kvherd.core.fleet.fanout import FanoutReport, Outcome, WorkerResult
 from kvherd.core.fleet.keyring import DataKey, Keyring, key_digest
 from kvherd.core.fleet.roster import Member, Roster
@@ -69,6 +70,22 @@ def test_of_workers_that_come_and_go_under_ever_new_addresses_the_metrics_do_not
     told = metrics.text().decode()
     assert set(re.findall(r"http://\w+", told)) == {"http://stays", "http://flushed", *workers[-MOST_GONE + 1 :]}
     assert 'kvherd_gateway_requests_total{model="m",outcome="answered",worker="http://stays"} 2.0' in told
+
+
+def test_the_state_of_a_circuit_breaker_is_told() -> None:
+    roster, ann = Roster(), Member(WorkerId("http://ann"))
+    roster.join(ann)
+    metrics = whole(roster)
+
+    def told() -> list[str]:
+        return re.findall(
+            r'kvherd_worker_breaker_state{state="([a-z-]+)",worker="http://ann"} 1', metrics.text().decode()
+        )
+
+    assert told() == ["closed"]
+    for _ in range(BreakerConfig().min_requests):
+        ann.breaker.failed(RequestId("r"), 0.0, 1.0)
+    assert told() == ["open"]
 
 
 def test_the_page_and_the_gateway_have_the_same_metrics_of_the_same_kinds() -> None:

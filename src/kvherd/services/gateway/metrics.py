@@ -15,6 +15,7 @@ from prometheus_client import (
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from kvherd.core.fleet.breaker import BreakerState
 from kvherd.core.fleet.fanout import FanoutReport, Outcome
 from kvherd.core.fleet.keyring import Keyring
 from kvherd.core.fleet.roster import Member, Roster, WorkerState
@@ -297,6 +298,14 @@ class _FleetCollector(Collector):
             for state in WorkerState:
                 states.add_metric([member.worker, state.value], float(member.state is state))
         yield states
+        circuits = GaugeMetricFamily(
+            "kvherd_worker_breaker_state", "1 for the state its circuit breaker is in", labels=["worker", "state"]
+        )
+        for member in members:
+            now = member.breaker.state(now_s)
+            for circuit in BreakerState:
+                circuits.add_metric([member.worker, circuit.value], float(now is circuit))
+        yield circuits
         for name, text, read in self._readings(now_s):
             gauge = GaugeMetricFamily(name, text, labels=["worker"])
             for member in members:

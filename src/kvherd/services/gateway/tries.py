@@ -1,5 +1,6 @@
 """One try at one worker: what is noted when it begins, what is sent, and what is learned when it ends."""
 
+import logging
 import random
 from collections.abc import Callable
 from typing import Final
@@ -19,6 +20,8 @@ from kvherd.services.gateway.parity import counted
 from kvherd.services.gateway.patience import with_deadline
 from kvherd.services.gateway.turn import Turn
 from kvherd.services.gateway.usage_samples import UsageSamples, WithoutUsage, uncompressed
+
+log: Final = logging.getLogger(__name__)
 
 _BROKEN: Final = 500
 """The status by which an engine says that it met what it did not foresee."""
@@ -114,12 +117,15 @@ class Tries:
         for worker, error in turn.tried.items():
             member = self._fleet.roster.get(worker)
             if member is not None and isinstance(error, WorkerRefused):
+                was_closed = member.breaker.closed
                 self._failed(member, turn, now_s)
+                _say(member, was_closed)
 
     def _judge(self, turn: Turn, member: Member, error: BaseException | None, now_s: float) -> None:
         """What the end of a try says of its worker. One that always fails or says no ends its requests soonest, and
         would be given ever more: it is spared them where there is another.
         """
+        was_closed = member.breaker.closed
         if error is None:
             if turn.witness.status == _BROKEN and self._others(turn, member, now_s):
                 self._failed(member, turn, now_s)
@@ -131,6 +137,7 @@ class Tries:
             self._fleet.request_failed(member, turn.request, error)
         else:
             member.breaker.abandoned(turn.request)  # it is well, and cannot do it; or its client has left
+        _say(member, was_closed)
 
     def _others(self, turn: Turn, member: Member, now_s: float) -> bool:
         return self._fleet.roster.others_serve(member, turn.model, now_s)
@@ -195,3 +202,13 @@ class Tries:
             return
         if not member.given_tokens:
             counted(member, turn.prompt.classes, ours=turn.prompt.tokens, theirs=turn.usage.prompt_tokens)
+
+
+def _say(member: Member, was_closed: bool) -> None:
+    """An operator is told when a circuit opens, and when it is closed again."""
+    if member.breaker.closed is was_closed:
+        return
+    if was_closed:
+        log.warning("worker %s failed too often: its circuit breaker is open", member.worker)
+    else:
+        log.warning("worker %s answers again: its circuit breaker is closed", member.worker)
