@@ -100,7 +100,7 @@ async def test_detection_reads_everything_that_routing_needs() -> None:
     async with worker_before(EngineScript()) as worker:
         facts = await worker.detect()
     assert (facts.kind, facts.models, facts.version) == (WorkerKind.SGLANG_GRPC, ("herd",), "kvherd-0.1.0")
-    assert (facts.block_size, facts.ranks, facts.max_running) == (16, 2, 8)
+    assert (facts.block_size, facts.ranks, facts.max_running) == (16, 2, 16)
     assert (facts.max_context_tokens, facts.capacity_tokens, facts.events_url) == (400, 8192, worker.id)
 
 
@@ -193,7 +193,7 @@ async def test_a_vllm_engine_is_known_probed_and_flushed_whatever_it_hands_out()
     async with foreign_server([VLLM]) as worker:
         facts = await worker.detect()
         assert (facts.kind, facts.models, facts.ranks, facts.addressable) == (WorkerKind.VLLM_GRPC, ("/m",), 3, True)
-        assert (facts.block_size, facts.max_running) == (32, 7)
+        assert (facts.block_size, facts.max_running) == (32, 21)
         await worker.probe()
         assert (await worker.flush(timeout_s=0.0)).done
         with pytest.raises(WorkerUnsupported, match="a name and no directory"):

@@ -664,6 +664,14 @@ async def test_sglang_is_known_by_its_server_info() -> None:
         assert await worker.load() == WorkerLoad(running=3, waiting=1, used_tokens=5000, capacity_tokens=20000)
 
 
+async def test_what_sglang_says_of_one_rank_s_slots_is_counted_for_all() -> None:
+    state = {"effective_max_running_requests_per_dp": 16}
+    info = {"page_size": 1, "dp_size": 3, "version": "0.5.23", "internal_states": [state] * 3}
+    async with RawServer(paths(SGLANG | {"GET /server_info": said(info)})) as server, worker_at(server.url) as worker:
+        facts = await worker.detect()
+        assert (facts.ranks, facts.max_running) == (3, 48)
+
+
 async def test_any_other_server_that_lists_models_will_do() -> None:
     async with RawServer(paths(OTHER)) as server, worker_at(server.url) as worker:
         facts = await worker.detect()

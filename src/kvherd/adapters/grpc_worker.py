@@ -273,14 +273,16 @@ class GrpcWorker:
         if not model.is_generation:
             raise WorkerRefused(self._id, "its model does not generate text")
         args, is_ours = struct_values(server.server_args), server.sglang_version.startswith("kvherd-")
+        ranks = _whole(args, "dp_size") or 1
         facts = WorkerFacts(
             kind=WorkerKind.SGLANG_GRPC,
             models=(model.served_model_name or model.model_path,),
             block_size=_whole(args, "page_size"),
-            ranks=_whole(args, "dp_size") or 1,
+            ranks=ranks,
             max_context_tokens=model.max_context_length,
             capacity_tokens=server.max_total_num_tokens,
-            max_running=_whole(args, "max_running_requests"),
+            # Of SGLang's option each rank takes its part; our engine says what one rank has.
+            max_running=_whole(args, "max_running_requests") * (ranks if is_ours else 1),
             events_url=self._id,
             version=server.sglang_version,
             addressable=True,
@@ -309,7 +311,7 @@ class GrpcWorker:
             block_size=server.block_size,
             ranks=server.data_parallel_size or 1,
             max_context_tokens=model.max_context_length,
-            max_running=server.max_num_seqs,
+            max_running=server.max_num_seqs * (server.data_parallel_size or 1),
             events_url=self._id,
             addressable=True,
         )

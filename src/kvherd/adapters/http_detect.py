@@ -84,6 +84,7 @@ def _sglang(info: Mapping[str, Any], models: _Models) -> WorkerFacts:
     states = info.get("internal_states")
     state = states[0] if isinstance(states, list) and states and isinstance(states[0], dict) else {}
     memory = state.get("memory_usage")
+    ranks = max(_whole(info.get("dp_size")), 1)
     capacity = _whole(info.get("max_total_num_tokens"))
     if not capacity and isinstance(memory, dict):
         capacity = _whole(memory.get("token_capacity"))
@@ -92,10 +93,10 @@ def _sglang(info: Mapping[str, Any], models: _Models) -> WorkerFacts:
         models.names,
         addressable=True,
         block_size=_whole(info.get("page_size")),
-        ranks=max(_whole(info.get("dp_size")), 1),
+        ranks=ranks,
         max_context_tokens=models.max_context_tokens or _whole(info.get("context_length")),
         capacity_tokens=capacity,
-        max_running=_whole(state.get("effective_max_running_requests_per_dp")),
+        max_running=_whole(state.get("effective_max_running_requests_per_dp")) * ranks,
         adapters=models.adapters,
         version=str(info.get("version", "")),
         health_s=SGLANG_HEALTH_S,

@@ -30,6 +30,7 @@ class WorkerFacts:
     """What detection learned. `events_url` is where its KV events are, if anywhere; `block_size` 0 is unknown.
 
     `adapters` are those of the models that are LoRA adapters of the first. `addressable`: a call may name its rank.
+    `max_running` requests are computed at a time, by all ranks together; 0 is unknown.
     `health_s`: it may need so long to tell its health, by its own rules; 0: it answers at once, if it lives.
     """
 

@@ -46,7 +46,7 @@ def vllm_server_info(pb: ModuleType, facts: WorkerFacts) -> Any:  # noqa: ANN401
         server_type="http",
         data_parallel_size=facts.ranks,
         block_size=facts.block_size,
-        max_num_seqs=facts.max_running,
+        max_num_seqs=facts.max_running // max(facts.ranks, 1),  # of each rank
     )
 
 
