@@ -1,13 +1,16 @@
 """Time to the first token with and without late binding, over virtual time.
 
     .venv/bin/python bench/late_binding.py [--trace FILE] [--requests 1500] [--workers 4] [--tokens-per-s 8000]
+                                           [--slots 0] [--untold]
 
 The gateway's own roster, policy `kv`, admission and waiting line choose; the workers are models: each computes one
 prompt after the other in the order in which they came, at a fixed rate, keeps the blocks of the last prompts, and
-decodes beside that at no cost. `--trace` is a file of Mooncake's kind (lines of JSON with timestamp, input_length,
-output_length and hash_ids of blocks of 512 tokens); without it a trace of that shape is made: conversations that go
-on, with lengths that differ by orders of magnitude. The trace is played at several speeds, so that the workers have so
-much of their time to compute. Prints a table, writes bench/out/late_binding.json.
+decodes beside that at no cost. With `--slots` each has so many requests at a time, from before their prefill to their
+last token, and the others wait; `--untold`: the gateway does not know how many. `--trace` is a file of Mooncake's kind
+(lines of JSON with timestamp, input_length, output_length and hash_ids of blocks of 512 tokens); without it a trace of
+that shape is made: conversations that go on, with lengths that differ by orders of magnitude. The trace is played at
+several speeds, so that the workers have so much of their time to compute, or so much of their slots in use. Prints a
+table, writes bench/out/late_binding.json.
 """
 
 import argparse
@@ -30,6 +33,8 @@ from kvherd.testing.virtual_time import virtual_time
 
 OUT = Path(__file__).parent / "out" / "late_binding.json"
 BLOCK = 512
+TOKEN_S = 0.03
+"""Of output."""
 SPEEDS = (0.5, 0.7, 0.8, 0.9, 1.0, 1.2)
 """Of what the workers could compute at the most, were nothing cached twice."""
 
@@ -74,9 +79,14 @@ class Engine:
     member: Member
     tokens_per_s: float
     room: int
+    slots: int
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)
     blocks: OrderedDict[int, None] = field(default_factory=OrderedDict)
     computed: int = 0
+    cached_tokens: int = 0
+
+    def __post_init__(self) -> None:
+        self.slot = asyncio.Semaphore(self.slots or 1_000_000)
 
     def cached(self, asked: Asked) -> int:
         held = 0
@@ -89,7 +99,9 @@ class Engine:
     async def prefill(self, asked: Asked) -> int:
         """Answers how many tokens it had to compute."""
         async with self.turn:
-            tokens = asked.tokens - self.cached(asked)
+            cached = self.cached(asked)
+            tokens = asked.tokens - cached
+            self.cached_tokens += cached
             await asyncio.sleep(tokens / self.tokens_per_s)
             for block in asked.blocks:
                 self.blocks[block] = None
@@ -105,6 +117,8 @@ class Workers:
     number: int
     tokens_per_s: float
     room: int
+    slots: int = 0
+    told: bool = True
 
 
 class Herd:
@@ -114,15 +128,18 @@ class Herd:
         self.roster, self.policy, self.bounds = Roster(), make_policy("kv"), bounds
         self.engines = {}
         for number in range(workers.number):
-            member = Member(WorkerId(f"grpc://{number}:1"), detected=True, models=("m",), block_size=BLOCK)
+            told = workers.slots if workers.told else 0
+            name = WorkerId(f"grpc://{number}:1")
+            member = Member(name, detected=True, models=("m",), block_size=BLOCK, max_running=told)
             self.roster.join(member)
             self.roster.prefilled(member, 100_000, 100_000 / workers.tokens_per_s, 0.0)
-            self.engines[member.worker] = Engine(member, workers.tokens_per_s, workers.room)
+            self.engines[member.worker] = Engine(member, workers.tokens_per_s, workers.room, workers.slots)
         self.admission = Admission(AdmissionBounds(running=100_000, waiting=100_000))
         self.clock = asyncio.get_running_loop().time
         self.gate = Gate(lambda: self.roster.room_in_s("m", bounds.backlog_s, self.clock()))
         self.gate.line.ageing = bounds.ageing
         self.coming: dict[WorkerId, dict[int, int]] = {worker: {} for worker in self.engines}
+        self.dice = random.Random(1).random
         self.ttft_s: list[float] = []
         self.held_s: list[float] = []
 
@@ -137,10 +154,16 @@ class Herd:
         self.held_s.append(self.clock() - began_s)
         assert explanation.chosen is not None
         engine = self.engines[explanation.chosen.worker]
-        await self._send(engine, RequestId(str(number)), asked, asked.tokens - explanation.chosen.matched_tokens)
+        request = RequestId(str(number))
+        await self._send(engine, request, asked, asked.tokens - explanation.chosen.matched_tokens)
         self.ttft_s.append(self.clock() - began_s)
-        await asyncio.sleep(asked.output * 0.03)
+        await asyncio.sleep(asked.output * TOKEN_S)
+        engine.slot.release()
+        member, now_s = engine.member, self.clock()
+        member.served(member.in_flight[request], now_s=now_s)
+        member.end(request, now_s=now_s)
         self.admission.leave()
+        self.admission.look()
 
     def _choose(self, asked: Asked) -> Explanation:
         now_s = self.clock()
@@ -150,7 +173,7 @@ class Herd:
             )
             for engine in self.engines.values()
         ]
-        return self.policy.choose(Ask("m", asked.tokens), candidates, random.random)
+        return self.policy.choose(Ask("m", asked.tokens), candidates, self.dice)
 
     def _matched(self, engine: Engine, asked: Asked) -> int:
         """What it holds, and what is on its way there."""
@@ -166,13 +189,15 @@ class Herd:
         ahead = member.begin(request, prompt_tokens=asked.tokens, uncached_tokens=uncached, now_s=sent_s)
         for block in asked.blocks:
             coming[block] = coming.get(block, 0) + 1
+        await engine.slot.acquire()
         computed = await engine.prefill(asked)
         for block in asked.blocks:
             coming[block] -= 1
             if not coming[block]:
                 del coming[block]
-        member.end(request, now_s=self.clock())
-        self.roster.prefilled(member, int(ahead - uncached + computed), self.clock() - sent_s, self.clock())
+        member.answered(request, now_s=self.clock())
+        if not member.in_flight[request].queued:
+            self.roster.prefilled(member, int(ahead - uncached + computed), self.clock() - sent_s, self.clock())
         self.admission.look()
 
 
@@ -186,7 +211,7 @@ async def play(trace: list[Asked], speed: float, workers: Workers, bounds: LateB
 
 
 def usual_speed(trace: list[Asked], workers: Workers) -> float:
-    """At which the workers would be busy all the time, if each block were computed once."""
+    """At which the workers would be busy all the time, or all their slots, if each block were computed once."""
     seen: set[int] = set()
     tokens = 0
     for asked in trace:
@@ -195,7 +220,10 @@ def usual_speed(trace: list[Asked], workers: Workers) -> float:
             held += 1
         tokens += asked.tokens - min(held * BLOCK, asked.tokens - 1)
         seen.update(asked.blocks)
-    return workers.number * workers.tokens_per_s * trace[-1].at_s / tokens
+    computing_s = tokens / workers.tokens_per_s
+    slots_s = sum(asked.output for asked in trace) * TOKEN_S + computing_s
+    busy_s = max(computing_s, slots_s / workers.slots if workers.slots else 0.0)
+    return workers.number * trace[-1].at_s / busy_s
 
 
 def figures(herd: Herd) -> dict[str, float]:
@@ -207,6 +235,8 @@ def figures(herd: Herd) -> dict[str, float]:
         "p99_s": cuts[98],
         "longest_s": max(herd.ttft_s),
         "held_share": sum(held > 0 for held in herd.held_s) / len(herd.held_s),
+        "hit_rate": sum(engine.cached_tokens for engine in herd.engines.values())
+        / sum(engine.cached_tokens + engine.computed for engine in herd.engines.values()),
         "computed_tokens": sum(engine.computed for engine in herd.engines.values()),
     }
 
@@ -218,11 +248,13 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=4)
     parser.add_argument("--tokens-per-s", type=float, default=8000.0)
     parser.add_argument("--room", type=int, default=4000, help="blocks of 512 tokens that each worker keeps")
+    parser.add_argument("--slots", type=int, default=0, help="requests that each worker computes at a time; 0: any")
+    parser.add_argument("--untold", action="store_true", help="the gateway does not know of the slots")
     parser.add_argument("--longest-s", type=float, nargs="+", default=[LateBounds().longest_s])
     parser.add_argument("--ageing", type=float, nargs="+", default=[LateBounds().ageing])
     args = parser.parse_args()
     trace = read_trace(args.trace, args.requests) if args.trace else make_trace(args.requests)
-    workers = Workers(args.workers, args.tokens_per_s, args.room)
+    workers = Workers(args.workers, args.tokens_per_s, args.room, args.slots, told=not args.untold)
     usual = usual_speed(trace, workers)
     ways = [
         LateBounds(0.0),
@@ -230,7 +262,7 @@ def main() -> None:
     ]
     rows = []
     print(f"{len(trace)} requests, {args.workers} workers of {args.tokens_per_s:g} tokens/s")
-    print("load  late binding              mean     p50     p90     p99  longest   held  Mtokens")
+    print("load  late binding              mean     p50     p90     p99  longest   held  Mtokens  hits")
     for speed in SPEEDS:
         for bounds in ways:
             played = play(trace, usual * speed, workers, bounds)
@@ -239,7 +271,8 @@ def main() -> None:
             rows.append({"load": speed, "late_binding": name, **row})
             times = " ".join(f"{row[key]:7.2f}" for key in ("mean_s", "p50_s", "p90_s", "p99_s", "longest_s"))
             print(
-                f"{speed:4.1f}  {name:22}{times}  {row['held_share']:5.0%}  {row['computed_tokens'] / 1e6:7.1f}",
+                f"{speed:4.1f}  {name:22}{times}  {row['held_share']:5.0%}  {row['computed_tokens'] / 1e6:7.1f}"
+                f"  {row['hit_rate']:.1%}",
                 flush=True,
             )
     OUT.parent.mkdir(exist_ok=True)

@@ -82,6 +82,8 @@ def worker_entry(member: Member, kv: KvView, now_s: float) -> Json:
         "leaves_in_s": _rounded(max(0.0, member.leaves_at_s - now_s) if member.leaves_at_s is not None else None),
         "outstanding": len(member.in_flight),
         "backlog_s": round(member.backlog_s(now_s), 6),
+        "slots": member.max_running,
+        "slot_wait_s": round(member.slot_wait_s(), 6),
         "prefill_tokens_per_s": round(member.rate.at(now_s), 1),
         "prefill_rate_learned": member.rate.observations > 0,
         "used_tokens": member.used_tokens,

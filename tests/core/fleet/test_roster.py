@@ -58,6 +58,88 @@ def test_what_does_not_fit_pushes_something_out() -> None:
     assert unknown.candidate(0.0, matched_tokens=0, prompt_tokens=400, kv=KvKnowledge.UNTOLD).evicted_tokens == 0
 
 
+def waits_s(one: Member, rank: Rank | None = None) -> float:
+    return one.candidate(0.0, matched_tokens=0, prompt_tokens=10, kv=KvKnowledge.KNOWN, rank=rank).slot_wait_s
+
+
+def begin(one: Member, *names: str, rank: Rank | None = None, now_s: float = 0.0) -> None:
+    for name in names:
+        one.begin(RequestId(name), prompt_tokens=10, uncached_tokens=0, now_s=now_s, rank=rank)
+
+
+def test_who_finds_no_slot_free_waits_for_one() -> None:
+    one = member(max_running=2)
+    one.slot_time.observe(4.0, 1, 2)
+    begin(one, "a")
+    assert waits_s(one) == 0.0
+    begin(one, "b")
+    assert waits_s(one) == one.slot_wait_s() == 2.0
+    begin(one, "c")
+    assert waits_s(one) == 4.0
+    one.end(RequestId("a"), now_s=1.0)
+    one.end(RequestId("b"), now_s=1.0)
+    assert waits_s(one) == one.slot_wait_s() == 0.0
+
+
+def test_where_nobody_knows_how_many_slots_there_are_none_is_waited_for() -> None:
+    one = member(running=300, waiting=50, foreign=350)
+    begin(one, "a", "b")
+    assert waits_s(one) == one.slot_wait_s() == 0.0
+
+
+def test_what_others_sent_there_has_slots_too() -> None:
+    one = member(max_running=2, running=1, foreign=1)
+    one.slot_time.observe(4.0, 1, 2)
+    begin(one, "a")
+    assert waits_s(one) == 2.0
+
+
+def test_what_a_worker_said_of_our_own_requests_does_not_count_once_they_have_ended() -> None:
+    one = member(max_running=2)
+    begin(one, "a", "b", "c")
+    one.running, one.waiting = 2, 1  # as it said, of these three
+    for name in "abc":
+        one.end(RequestId(name), now_s=0.0)
+    assert waits_s(one) == 0.0
+
+
+def test_each_rank_has_its_part_of_the_slots() -> None:
+    one = member(max_running=4, ranks=2, addressable=True, foreign=2)
+    one.slot_time.observe(4.0, 1, 2)
+    begin(one, "a", rank=Rank(0))
+    assert (waits_s(one, Rank(0)), waits_s(one, Rank(1))) == (2.0, 0.0)
+    assert (waits_s(one), one.slot_wait_s()) == (0.0, 0.0), "one of it has a slot free"
+    begin(one, "b", rank=Rank(1))
+    assert (waits_s(one), one.slot_wait_s()) == (1.0, 2.0), "for one of any rank's, and for one of a rank's own"
+
+
+def test_a_whole_answer_teaches_how_long_a_slot_is_kept_there_and_elsewhere() -> None:
+    roster, one, other = Roster(), member(max_running=2), member("grpc://b", max_running=2)
+    roster.join(one)
+    roster.join(other)
+    begin(one, "a", "b", "c")
+    first, last = one.in_flight[RequestId("b")], one.in_flight[RequestId("c")]
+    assert (first.queued, last.queued) == (False, True)
+    one.served(first, now_s=6.0)
+    assert (one.slot_time.seconds, other.slot_time.seconds) == (6.0, 6.0)
+    one.served(last, now_s=9.0)  # of which it waited 3 s
+    assert one.slot_time.seconds == 6.0
+
+
+def test_there_is_room_where_a_slot_is_free_soon_or_nobody_knows_when() -> None:
+    roster, one = Roster(), member(max_running=1)
+    roster.join(one)
+    begin(one, "a")
+    assert roster.room_in_s("m", 0.3, 0.0) == 0.0, "nobody knows how long a slot is kept"
+    one.served(one.in_flight[RequestId("a")], now_s=2.0)
+    assert roster.room_in_s("m", 0.3, 0.0) == pytest.approx(1.7)
+    idle = member("grpc://idle", max_running=1)
+    roster.join(idle)
+    assert roster.room_in_s("m", 0.3, 0.0) == 0.0
+    begin(idle, "b")
+    assert roster.room_in_s("m", 0.3, 0.0) == pytest.approx(1.7)
+
+
 def test_members_are_found_by_url_and_by_slug() -> None:
     roster = Roster()
     one = member()

@@ -1,5 +1,6 @@
 """Which worker gets a request: what must hold for any fleet, and what a reader should see."""
 
+import math
 import random
 from collections import Counter
 
@@ -28,6 +29,7 @@ def fleets(draw: st.DrawFn) -> list[Candidate]:
             unavailable=draw(st.sampled_from(["", "", "is down"])),
             in_flight=draw(st.integers(0, 5)),
             backlog_s=draw(st.floats(0, 10)),
+            slot_wait_s=draw(st.sampled_from([0.0, 0.0, 0.5, 20.0])),
             matched_tokens=draw(st.integers(0, 1000)),
             evicted_tokens=draw(st.integers(0, 1000)),
             lru_age_s=draw(st.floats(0, 1000)),
@@ -86,13 +88,47 @@ def test_kv_goes_where_the_prefix_is() -> None:
     fleet = [worker("cold"), worker("warm", matched_tokens=900, in_flight=3)]
     explanation = make_policy("kv").choose(ASK, fleet, lambda: 0.0)
     assert explanation.chosen == fleet[1]
-    assert dict(explanation.costed[0].costs) == {"backlog": 0.0, "uncached": 3.0, "evicted": 0.0}
+    assert dict(explanation.costed[0].costs) == {"backlog": 0.0, "slots": 0.0, "uncached": 3.0, "evicted": 0.0}
     assert dict(explanation.costed[1].costs)["uncached"] == pytest.approx(0.3)
 
 
 def test_kv_leaves_the_prefix_when_waiting_for_it_takes_longer() -> None:
     fleet = [worker("cold"), worker("warm", matched_tokens=900, backlog_s=2.8)]
     assert make_policy("kv").choose(ASK, fleet, lambda: 0.0).chosen == fleet[0]
+
+
+@given(fleets(), st.floats(0.001, 1e6), st.integers(0, 99))
+def test_with_an_equal_cache_a_full_worker_is_never_cheaper_than_one_with_a_free_slot(
+    fleet: list[Candidate], wait_s: float, seed: int
+) -> None:
+    for name in ("kv", "prefix_tree"):
+        for one in fleet:
+            known = {key: getattr(one, key) for key in Candidate.__slots__ if key not in ("worker", "slot_wait_s")}
+            free = Candidate(WorkerId("free"), **known)
+            full = Candidate(WorkerId("full"), slot_wait_s=wait_s, **known)
+            explained = make_policy(name).choose(ASK, [full, free], random.Random(seed).random)
+            costs = {each.candidate.worker: each.total_s for each in explained.costed}
+            assert all(math.isfinite(cost) and cost >= 0.0 for cost in costs.values())
+            if costs:
+                assert costs[free.worker] <= costs[full.worker]
+                assert costs[full.worker] >= wait_s * 0.999, "nothing begins there before a slot is free"
+
+
+def test_kv_leaves_the_prefix_when_a_slot_takes_longer_to_get_than_the_prefill() -> None:
+    cold, warm = worker("cold"), worker("warm", matched_tokens=992, slot_wait_s=2.9)
+    full = worker("warm", matched_tokens=992, slot_wait_s=3.1)
+    policy = make_policy("kv")
+    assert policy.choose(ASK, [cold, warm], lambda: 0.0).chosen is warm
+    explained = policy.choose(ASK, [cold, full], lambda: 0.0)
+    assert explained.chosen is cold
+    assert dict(explained.costed[1].costs)["slots"] == 3.1
+
+
+def test_what_is_computed_while_a_slot_is_waited_for_is_not_waited_for_again() -> None:
+    explained = make_policy("kv").choose(ASK, [worker("full", backlog_s=2.0, slot_wait_s=3.0)], lambda: 0.0)
+    assert dict(explained.costed[0].costs)["slots"] == 1.0
+    explained = make_policy("kv").choose(ASK, [worker("full", backlog_s=4.0, slot_wait_s=3.0)], lambda: 0.0)
+    assert dict(explained.costed[0].costs)["slots"] == 0.0
 
 
 def test_kv_spares_blocks_that_are_in_use() -> None:

@@ -849,7 +849,7 @@ async def test_an_explanation_is_given_when_asked_for() -> None:
     explained = json.loads(answer.headers["x-kvherd-explain"])
     assert explained["chosen"] == BOB
     assert [one["worker"] for one in explained["candidates"]] == [BOB, ANN]
-    assert explained["candidates"][0]["costs_s"].keys() == {"backlog", "uncached", "evicted"}
+    assert explained["candidates"][0]["costs_s"].keys() == {"backlog", "slots", "uncached", "evicted"}
     assert "x-kvherd-explain" not in plain.headers
 
 

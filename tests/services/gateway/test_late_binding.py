@@ -4,9 +4,10 @@ import asyncio
 import json
 import logging
 import random
+from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -59,6 +60,31 @@ class Prefilling(FakeWorker):
             async with self.turn:
                 await asyncio.sleep(len(call.prompt_token_ids or call.body) / RATE)
                 await super().forward(call, responder)
+        finally:
+            self.busy -= 1
+            if not self.busy:
+                self.on_idle()
+
+
+class Slotted(Prefilling):
+    """The same with two slots, each kept until the answer ends, 4 s later; what it has computed is cached."""
+
+    def __init__(self, worker: WorkerId) -> None:
+        super().__init__(worker)
+        self.facts = replace(self.facts, max_running=2)
+        self.chunk_s = 2.0
+        self.slots = asyncio.Semaphore(2)
+        self.cached: set[bytes] = set()
+
+    async def forward(self, call: Call, responder: Responder) -> None:
+        self.busy += 1
+        try:
+            async with self.slots:
+                async with self.turn:
+                    if call.body not in self.cached:
+                        await asyncio.sleep(len(call.prompt_token_ids or call.body) / RATE)
+                    self.cached.add(call.body)
+                await FakeWorker.forward(self, call, responder)
         finally:
             self.busy -= 1
             if not self.busy:
@@ -140,8 +166,9 @@ async def stage(
     bounds: LateBounds | None = None,
     admission: AdmissionBounds | None = None,
     weight_of: Callable[[str], float] = lambda _: 1.0,
+    make: Callable[[WorkerId], Prefilling] = Prefilling,
 ) -> AsyncIterator[Stage]:
-    workers = {name: Prefilling(name) for name in names}
+    workers = {name: make(name) for name in names}
     index, metrics = PrefixIndex(PrefixHasher(b"key")), GatewayMetrics()
 
     async def tokenizer(_: str) -> Tokenizer:
@@ -343,6 +370,44 @@ async def test_of_workers_whose_rate_nobody_knows_a_backlog_is_no_reason_to_wait
         await asyncio.gather(*tasks)
 
 
+async def test_equal_prompts_beyond_the_slots_of_one_worker_go_to_the_other() -> None:
+    async with stage(ANN, BOB, make=Slotted, bounds=LateBounds(backlog_s=0.0)) as it:
+        answers = await asyncio.gather(*[it.begin("same", 100) for _ in range(4)])
+        assert Counter(answer.headers["x-kvherd-worker"] for answer in answers) == {ANN: 2, BOB: 2}
+        costs = [json.loads(answer.headers["x-kvherd-explain"])["candidates"] for answer in answers]
+        assert [one["costs_s"]["slots"] > 0 for one in costs[2] if one["worker"] == ANN] == [True]
+        again = await asyncio.gather(*[it.begin("same", 100) for _ in range(8)])
+        assert Counter(answer.headers["x-kvherd-worker"] for answer in again) == {ANN: 4, BOB: 4}
+
+
+async def test_while_all_slots_are_in_use_a_request_waits_here() -> None:
+    async with stage(ANN, BOB, make=Slotted) as it:
+        await asyncio.gather(*[it.begin("0", 100) for _ in range(4)])
+        answers = [it.begin("same", 100) for _ in range(6)]
+        await asyncio.sleep(1.0)
+        assert (it.admission.held, *(worker.busy for worker in it.workers.values())) == (2, 2, 2)
+        held = [held_s(answer) for answer in await asyncio.gather(*answers)]
+        it.assert_idle()
+    assert held == [0.0] * 4 + [pytest.approx(4.1, abs=0.11)] * 2
+
+
+async def test_where_nobody_knows_how_long_a_slot_is_kept_full_slots_hold_none() -> None:
+    async with stage(ANN, make=Slotted) as it:
+        answers = [it.begin("same", 100) for _ in range(6)]
+        await asyncio.sleep(1.0)
+        assert (it.admission.held, it.workers[ANN].busy) == (0, 6)
+        await asyncio.gather(*answers)
+
+
+async def test_who_waited_for_a_slot_teaches_nothing_of_how_fast_prompts_are_computed() -> None:
+    async with stage(ANN, make=Slotted, bounds=LateBounds(backlog_s=0.0)) as it:
+        member = it.fleet.roster.get(ANN)
+        assert member is not None
+        await asyncio.gather(*[it.begin(f"{number}", 400) for number in range(6)])
+        assert member.rate.at(now()) == pytest.approx(RATE, rel=0.1)
+        assert member.slot_time.seconds == pytest.approx(4.5, rel=0.3)
+
+
 async def test_what_needs_no_prefill_is_never_held() -> None:
     async with stage(ANN) as it:
         tasks = await it.occupy()
@@ -397,11 +462,12 @@ STORIES: st.SearchStrategy[Story] = st.lists(
 """How long after the one before, of how many tokens, whose, and whether the client leaves after a second."""
 
 
-async def tell(story: Story, bounds: LateBounds, running: int) -> list[float]:
+async def tell(story: Story, bounds: LateBounds, running: int, make: Callable[[WorkerId], Prefilling]) -> list[float]:
     """How long each was held. All along, nobody waits while a worker is idle."""
     held: list[float] = []
     wrong: list[float] = []
-    async with stage(ANN, BOB, bounds=bounds, admission=AdmissionBounds(running=running, waiting=30)) as it:
+    room = AdmissionBounds(running=running, waiting=30)
+    async with stage(ANN, BOB, bounds=bounds, admission=room, make=make) as it:
 
         async def client(number: int, tokens: int, key: str, *, leaves: bool) -> None:
             try:
@@ -429,10 +495,12 @@ async def tell(story: Story, bounds: LateBounds, running: int) -> list[float]:
 
 
 @settings(max_examples=40)
-@given(STORIES, st.floats(0.05, 1.0), st.floats(0.1, 3.0), st.sampled_from([4, 64]))
+@given(
+    STORIES, st.floats(0.05, 1.0), st.floats(0.1, 3.0), st.sampled_from([4, 64]), st.sampled_from([Prefilling, Slotted])
+)
 def test_whatever_comes_nobody_waits_while_a_worker_is_idle_and_a_hold_is_bounded(
-    story: Story, backlog_s: float, longest_s: float, running: int
+    story: Story, backlog_s: float, longest_s: float, running: int, make: Callable[[WorkerId], Prefilling]
 ) -> None:
-    held = virtual_time(tell(story, LateBounds(backlog_s, longest_s), running))
+    held = virtual_time(tell(story, LateBounds(backlog_s, longest_s), running, make))
     if running > len(story):  # then a place is there as soon as one has been held for long enough
         assert all(seconds <= longest_s + 0.001 for seconds in held)

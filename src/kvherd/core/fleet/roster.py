@@ -12,17 +12,19 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Final, NamedTuple, assert_never
+from typing import assert_never
 
 from kvherd.core.fleet.breaker import Breaker, BreakerState
 from kvherd.core.fleet.health import Down, HealthJudge, Suspect, Up
 from kvherd.core.fleet.spec import GRPC
 from kvherd.core.fleet.truth import Truth
+from kvherd.core.fleet.under_way import NO_SHARE, Share, UnderWay
 from kvherd.core.ids import Rank, RequestId, WorkerId
 from kvherd.core.kv.pages import folded_block
 from kvherd.core.routing.backlog import Backlog
 from kvherd.core.routing.candidate import Candidate, KvKnowledge
 from kvherd.core.routing.rates import PrefillRate, Turnover
+from kvherd.core.routing.slots import SlotTime, slot_wait_s
 from kvherd.core.text.parity import MUST_AGREE, UNASKED, Agreement, Finding, PromptClass
 
 
@@ -32,28 +34,6 @@ class WorkerState(StrEnum):
     SUSPECT = "suspect"
     DOWN = "down"
     DRAINING = "draining"
-
-
-class UnderWay:
-    """A request at a worker. `since_s` is by the caller's clock."""
-
-    __slots__ = ("prompt_tokens", "rank", "since_s")
-
-    def __init__(self, prompt_tokens: int, since_s: float, rank: Rank | None = None) -> None:
-        self.prompt_tokens = prompt_tokens
-        self.since_s = since_s
-        self.rank = rank
-
-
-class Share(NamedTuple):
-    """What one rank of a worker said that it does."""
-
-    running: int
-    waiting: int
-    used_tokens: int
-
-
-_NO_SHARE: Final = Share(0, 0, 0)
 
 
 @dataclass(slots=True)
@@ -90,6 +70,7 @@ class Member:
     max_context_tokens: int = 0
     capacity_tokens: int = 0
     max_running: int = 0
+    """Its slots, of all ranks together; 0: unknown."""
     labels: Mapping[str, str] = field(default_factory=dict)
     weight: float = 1.0
     draining: bool = False
@@ -112,6 +93,7 @@ class Member:
     health: HealthJudge = field(default_factory=HealthJudge)
     breaker: Breaker = field(default_factory=Breaker)
     rate: PrefillRate = field(default_factory=PrefillRate)
+    slot_time: SlotTime = field(default_factory=SlotTime)
     backlogs: dict[Rank | None, Backlog] = field(default_factory=dict)
     turnover: Turnover = field(default_factory=Turnover)
     truth: Truth = field(default_factory=Truth)
@@ -207,8 +189,9 @@ class Member:
             running, waiting, used_tokens, shares = self.running, self.waiting, self.used_tokens, 1
             in_flight = len(self.in_flight)
         else:
-            (running, waiting, used_tokens), shares = self.shares.get(rank, _NO_SHARE), len(self.targets)
+            (running, waiting, used_tokens), shares = self.shares.get(rank, NO_SHARE), len(self.targets)
             in_flight = sum(one.rank == rank for one in self.in_flight.values()) if shares > 1 else len(self.in_flight)
+        slots, ahead = self.max_running // shares, in_flight + self.foreign // shares
         if self.capacity_tokens and prompt_tokens > matched_tokens:
             room = max(0, self.capacity_tokens // shares - used_tokens)
             evicted = max(0, prompt_tokens - matched_tokens - room)
@@ -229,6 +212,7 @@ class Member:
             self.max_context_tokens,
             kv,
             self.weight,
+            slot_wait_s(ahead, slots, self.slot_time.seconds) if 0 < slots <= ahead else 0.0,
         )
 
     def backlog_s(self, now_s: float) -> float:
@@ -236,15 +220,20 @@ class Member:
         rate = self.rate.at(now_s)
         return max((one.seconds(rate=rate, now_s=now_s) for one in self.backlogs.values()), default=0.0)
 
-    def room_in_s(self, bound_s: float, now_s: float) -> float:
-        """Seconds until one of its targets has no more than `bound_s` of backlog, if nothing is sent there meanwhile.
-
-        Of a worker whose rate nobody knows a backlog says nothing: it has room.
-        """
-        if self.rate.unknown:
+    def slot_wait_s(self) -> float:
+        """Seconds until a request that is sent there now has a slot, at the target where that is soonest."""
+        if not self.max_running:
             return 0.0
-        rate = self.rate.at(now_s)
-        least_s = min(self._backlog(target).seconds(rate=rate, now_s=now_s) for target in self.targets)
+        return min(self._slot_wait_s(target) for target in self.targets)
+
+    def room_in_s(self, bound_s: float, now_s: float) -> float:
+        """Seconds until one of its targets has no more than `bound_s` of backlog or of waiting for a slot, if nothing
+        is sent there meanwhile.
+
+        Of a worker whose rate nobody knows a backlog says nothing, nor do full slots if nobody knows how long one is
+        kept: it has room.
+        """
+        least_s = min(self._begins_in_s(target, now_s) for target in self.targets)
         return max(0.0, least_s - bound_s)
 
     def begin(
@@ -253,7 +242,8 @@ class Member:
         """A request is sent there; answers the tokens of prefill that are to be done before its first token."""
         self.breaker.begin(request, now_s)
         self.requests_total += 1
-        self.in_flight[request] = UnderWay(prompt_tokens, now_s, rank)
+        slots, ahead = self._slots(rank) if self.max_running else (0, 0)
+        self.in_flight[request] = UnderWay(prompt_tokens, now_s, rank, ahead, slots)
         self.turnover.stored(uncached_tokens, now_s)
         return self._backlog(rank).add(request, uncached_tokens, rate=self.rate.at(now_s), now_s=now_s)
 
@@ -273,6 +263,11 @@ class Member:
         self.in_flight.pop(request, None)
         self.prefilled(request, now_s=now_s)
 
+    def served(self, request: UnderWay, *, now_s: float) -> None:
+        """A whole answer of it has come: learn how long a slot is kept."""
+        if request.slots:
+            self.slot_time.observe(now_s - request.since_s, request.ahead, request.slots)
+
     def restarted(self) -> None:
         """What was known of its load is of another life."""
         self.running = self.waiting = self.used_tokens = self.foreign = 0
@@ -280,6 +275,27 @@ class Member:
         self.truth.restarted()
         self.compare_at_s, self.compare_tries = -math.inf, 0
         self.tokenization.clear()
+
+    def _slots(self, rank: Rank | None) -> tuple[int, int]:
+        """How many there are, 0 if unknown, and how many requests are there: ours, and those of others as it said last.
+
+        Of what others sent to its ranks each is thought to have the same share.
+        """
+        if rank is None or self.ranks <= 1:
+            return self.max_running, len(self.in_flight) + self.foreign
+        ours = sum(one.rank == rank for one in self.in_flight.values())
+        return self.max_running // self.ranks, ours + self.foreign // self.ranks
+
+    def _slot_wait_s(self, target: Rank | None) -> float:
+        slots, ahead = self._slots(target)
+        return slot_wait_s(ahead, slots, self.slot_time.seconds)
+
+    def _begins_in_s(self, target: Rank | None, now_s: float) -> float:
+        """Seconds until what is sent to this target begins to be computed, as far as that can be told."""
+        wait_s = self._slot_wait_s(target) if self.max_running and not self.slot_time.unknown else 0.0
+        if self.rate.unknown:
+            return wait_s
+        return max(wait_s, self._backlog(target).seconds(rate=self.rate.at(now_s), now_s=now_s))
 
     def _backlog(self, rank: Rank | None) -> Backlog:
         backlog = self.backlogs.get(rank)
@@ -297,6 +313,7 @@ class Roster:
 
     def __init__(self) -> None:
         self._members: dict[WorkerId, Member] = {}
+        self._slot_time = SlotTime()
         self.aliases: Mapping[str, str] = {}
         self.required: tuple[str, ...] = ()
 
@@ -310,6 +327,7 @@ class Roster:
         peer = next(iter(self._members.values()), None)
         if peer is not None:
             member.rate.usual = peer.rate.usual
+        member.slot_time.peers = self._slot_time
         self._members[member.worker] = member
 
     def leave(self, worker: WorkerId) -> None:
@@ -361,7 +379,7 @@ class Roster:
         return tuple(model for model in self.expected() if model not in able)
 
     def room_in_s(self, model: str, bound_s: float, now_s: float) -> float:
-        """Seconds until a worker for `model` has no more than `bound_s` of backlog, if nothing is sent meanwhile.
+        """Seconds until a worker for `model` has room, as `Member.room_in_s` has it, if nothing is sent meanwhile.
 
         0 where there is room now, and where nobody takes requests: nobody is worth waiting for.
         """

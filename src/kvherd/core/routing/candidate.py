@@ -38,7 +38,8 @@ class Candidate:
 
     `unavailable` says in words why it takes no request, empty if it does. `matched_tokens` are the leading prompt
     tokens it is credited with. `evicted_tokens` is an estimate of what storing this prompt pushes out there, and
-    `lru_age_s` of how long that was not used. It counts as `weight` times as fast as it is.
+    `lru_age_s` of how long that was not used. It counts as `weight` times as fast as it is. `slot_wait_s` is how long
+    the request would wait for a slot there, 0 if one is free or nobody knows how many there are.
     """
 
     __slots__ = (
@@ -53,6 +54,7 @@ class Candidate:
         "prefill_tokens_per_s",
         "rank",
         "running",
+        "slot_wait_s",
         "unavailable",
         "waiting",
         "weight",
@@ -76,6 +78,7 @@ class Candidate:
         max_context_tokens: int = 0,
         kv: KvKnowledge = KvKnowledge.UNTOLD,
         weight: float = 1.0,
+        slot_wait_s: float = 0.0,
     ) -> None:
         self.worker = worker
         self.models = models
@@ -92,6 +95,7 @@ class Candidate:
         self.max_context_tokens = max_context_tokens
         self.kv = kv
         self.weight = weight
+        self.slot_wait_s = slot_wait_s
 
     @property
     def load(self) -> int:

@@ -9,8 +9,8 @@ from kvherd.core.routing.policy import Explanation
 @dataclass(frozen=True, slots=True)
 class LateBounds:
     """Requests are held while every worker that could serve them has more than `backlog_s` seconds of prefill before
-    it, each for `longest_s` at most; 0 for `backlog_s` holds none. A second of waiting counts like `ageing` seconds
-    less of prefill.
+    it, or of waiting for a slot, each for `longest_s` at most; 0 for `backlog_s` holds none. A second of waiting counts
+    like `ageing` seconds less of prefill.
     """
 
     backlog_s: float = 0.3

@@ -93,6 +93,7 @@ class Policy:
 def _kv(weights: Weights) -> tuple[Named, ...]:
     return (
         ("backlog", scorers.backlog_s),
+        ("slots", scorers.slots_s),
         ("uncached", scorers.UncachedPrefill(weights.beta)),
         ("evicted", scorers.EvictedPrefill(weights.gamma, weights.tau_s)),
     )

@@ -17,6 +17,14 @@ def backlog_s(candidate: Candidate, _ask: Ask) -> float:
     return candidate.backlog_s
 
 
+def slots_s(candidate: Candidate, _ask: Ask) -> float:
+    """Seconds until a slot is free there, as far as they are more than the backlog: who waits for a slot waits out the
+    prefill of those before it meanwhile.
+    """
+    wait_s, backlog_s = candidate.slot_wait_s, candidate.backlog_s
+    return wait_s - backlog_s if wait_s > backlog_s else 0.0
+
+
 @dataclass(frozen=True, slots=True)
 class UncachedPrefill:
     """Seconds to compute the part of the prompt that is not held there, times 1 + `beta`.

@@ -219,6 +219,7 @@ class _Routes:
             "waiting",
             "outstanding",
             "backlog_s",
+            "slot_wait_s",
             "used_tokens",
             "capacity_tokens",
         )

@@ -10,7 +10,7 @@ from typing import Final, Self
 
 from kvherd.core.errors import OptionInvalid, WorkerError, WorkerTimedOut, WorkerUnreachable
 from kvherd.core.fleet.health import Down, Up
-from kvherd.core.fleet.roster import Member, Roster, Share
+from kvherd.core.fleet.roster import Member, Roster
 from kvherd.core.fleet.spec import (
     DIRECT,
     GRPC,
@@ -22,6 +22,7 @@ from kvherd.core.fleet.spec import (
     checked_weight,
     events_address,
 )
+from kvherd.core.fleet.under_way import Share
 from kvherd.core.ids import RequestId, WorkerId
 from kvherd.ports.completions import Tokenizer
 from kvherd.ports.kv_feed import EventSource
@@ -367,8 +368,7 @@ class Fleet:
         member.shares = {rank: Share(one.running, one.waiting, one.used_tokens) for rank, one in load.ranks.items()}
         # Of ours, those that were under way when it was asked or were sent since may be among them.
         member.foreign = max(0, load.running + load.waiting - outstanding - (member.requests_total - sent))
-        if load.capacity_tokens:
-            member.capacity_tokens = load.capacity_tokens
+        member.capacity_tokens = load.capacity_tokens or member.capacity_tokens
 
     async def _leave(self, worker: WorkerId) -> bool:
         member, ended = self.roster.get(worker), self._last_ended[worker]

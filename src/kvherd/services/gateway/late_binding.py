@@ -39,7 +39,9 @@ class LateBinding:
     def must_wait(self, turn: Turn, explanation: Explanation) -> bool:
         """Whether `wait` is for it: it costs a comparison where nobody waits and its worker has little to do."""
         chosen, bounds = explanation.chosen, self.bounds
-        if chosen is None or not bounds.on or (chosen.backlog_s <= bounds.backlog_s and not self._admission.held):
+        if chosen is None or not bounds.on:
+            return False
+        if max(chosen.backlog_s, chosen.slot_wait_s) <= bounds.backlog_s and not self._admission.held:
             return False
         if turn.incoming.path not in HELD_PATHS or turn.tried or turn.wanted_rank is not None or self._admission.full:
             return False

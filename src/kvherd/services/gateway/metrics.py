@@ -334,6 +334,11 @@ class _FleetCollector(Collector):
                 lambda one: one.backlog_s(now_s),
             ),
             (
+                "kvherd_worker_slot_wait_seconds",
+                "Until a request sent there now would have a slot",
+                lambda one: one.slot_wait_s(),
+            ),
+            (
                 "kvherd_worker_prefill_tokens_per_second",
                 "Its prefill rate as learned",
                 lambda one: one.rate.at(now_s),

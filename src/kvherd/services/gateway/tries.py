@@ -14,7 +14,7 @@ from kvherd.services.gateway.audit import Audit, reported_cached
 from kvherd.services.gateway.credit import Credit
 from kvherd.services.gateway.fleet import Fleet
 from kvherd.services.gateway.heal import FullReports
-from kvherd.services.gateway.late_binding import LateBinding
+from kvherd.services.gateway.late_binding import HELD_PATHS, LateBinding
 from kvherd.services.gateway.metrics import GatewayMetrics
 from kvherd.services.gateway.parity import counted
 from kvherd.services.gateway.patience import with_deadline
@@ -87,6 +87,7 @@ class Tries:
         turn.ahead_tokens = member.begin(
             turn.request, prompt_tokens=tokens, uncached_tokens=turn.uncached, now_s=now_s, rank=turn.rank
         )
+        turn.there = member.in_flight[turn.request]
         if predicted is not None:
             alone = not prompt.several and not turn.asked.branches
             turn.trial = self._audit.begin(member, turn.match, prompt_tokens=tokens, alone=alone)
@@ -179,7 +180,10 @@ class Tries:
         )
 
     def learn(self, turn: Turn, member: Member, now_s: float) -> None:
-        """Truth and prefill rate from one complete answer."""
+        """Truth, prefill rate and how long a slot is kept, from one complete answer."""
+        there = turn.there
+        if there is not None and turn.incoming.path in HELD_PATHS:
+            member.served(there, now_s=now_s)
         cached = reported_cached(member, turn.usage)
         self._samples.learn(turn, member)
         self._count(turn, member)
@@ -189,7 +193,8 @@ class Tries:
             self._metrics.cached(member.worker, turn.predicted, cached)
         # Over HTTP the first token of an answer that does not stream comes with the last.
         seen = turn.streams or member.worker.startswith(GRPC)
-        if seen and turn.first_token_at_s is not None:
+        # Who waited for a slot waited for others' answers too.
+        if seen and turn.first_token_at_s is not None and not (there is not None and there.queued):
             prompt_tokens = turn.usage.prompt_tokens if turn.usage else turn.prompt.tokens
             known = turn.predicted if cached is None else cached
             computed = turn.ahead_tokens - turn.uncached + max(0, prompt_tokens - (known or 0))

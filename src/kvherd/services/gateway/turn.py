@@ -5,6 +5,7 @@ from typing import Final
 
 from kvherd.core.errors import KvherdError, WorkerError
 from kvherd.core.fleet.roster import Member
+from kvherd.core.fleet.under_way import UnderWay
 from kvherd.core.ids import Rank, RequestId, WorkerId
 from kvherd.ports.completions import Usage
 from kvherd.services.gateway.audit import Trial
@@ -47,6 +48,7 @@ class Turn:
         "sampled",
         "sent_at_s",
         "streams",
+        "there",
         "trial",
         "tried",
         "tries",
@@ -97,8 +99,9 @@ class Turn:
         self.held_s = 0.0
         """How long it waited for a worker to have room."""
         self.sent_at_s = 0.0
-        self.uncached = 0
-        self.ahead_tokens = 0.0
+        self.uncached, self.ahead_tokens = 0, 0.0
+        self.there: UnderWay | None = None
+        """The try that was begun last, as its worker's member has it."""
         self.headers: Sequence[tuple[bytes, bytes]] = ()
         """What is added to those of the answer."""
         self.explanation = b""
