@@ -110,7 +110,10 @@ def chat_until_exact(gateway: GatewayProcess, messages: list[dict[str, str]], *,
         found.append(answered)
         return answered.exact and answered.reported > 0
 
-    wait_until(is_exact, within_s=EXACT_S, what=f"what is cached is predicted, not as in {found}")
+    try:
+        wait_until(is_exact, within_s=EXACT_S, what="what is cached is predicted")
+    except AssertionError as error:
+        raise AssertionError(f"{error}, not as in {found[:3]} … {found[-3:]}") from None
     return found[-1]
 
 

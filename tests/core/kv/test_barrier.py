@@ -152,6 +152,27 @@ def test_a_snapshot_of_a_rank_in_doubt_holds_once_the_engine_has_stepped_for_a_w
     assert not barrier.owes
 
 
+def test_answers_to_prompts_that_are_cached_whole_tell_that_an_engine_steps_on() -> None:
+    barrier = doubted()
+    assert not barrier.answered(sent_s=9.0, now_s=70.0), "it was sent before the flush was given up"
+    assert not barrier.answered(sent_s=69.0, now_s=70.0)
+    assert not barrier.answered(sent_s=70.5, now_s=71.0)
+    assert (barrier.in_doubt, barrier.owes) == (True, True)
+    assert barrier.answered(sent_s=71.0, now_s=71.1)
+    assert (barrier.in_doubt, barrier.owes) == (False, False)
+    assert barrier.judge_snapshot(ZERO, 11.0)
+    assert barrier.judge(batch(11.0, stored(1)), now_s=72.0) == Current((stored(1),))
+    assert not barrier.answered(sent_s=80.0, now_s=90.0)
+
+
+def test_answers_say_nothing_where_no_flush_is_in_doubt() -> None:
+    barrier = flushed()
+    assert not barrier.in_doubt
+    assert not barrier.answered(sent_s=20.0, now_s=21.0)
+    assert not barrier.answered(sent_s=30.0, now_s=31.0)
+    assert barrier.holds_back(ZERO)
+
+
 def test_an_answered_flush_ends_the_doubt_about_the_one_before() -> None:
     barrier = doubted()
     barrier.flushed([ZERO], ordered_s=20.0, answered_s=20.0)

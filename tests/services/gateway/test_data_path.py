@@ -5,7 +5,7 @@ import json
 import logging
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from enum import Enum
@@ -81,9 +81,10 @@ class NoFollowing:
 
 @dataclass
 class FakeEntries:
-    """What is watched, and what was rebuilt why."""
+    """What is watched, what was answered, and what was rebuilt why."""
 
     watches: list[Watch] = field(default_factory=list)
+    answers: list[WorkerId] = field(default_factory=list)
     rebuilt: dict[WorkerId, str] = field(default_factory=dict)
     tiers: bool = False
 
@@ -93,6 +94,9 @@ class FakeEntries:
 
     def unwatch(self, worker: WorkerId, watch: Watch) -> None:
         self.watches = [one for one in self.watches if one is not watch]
+
+    def answered(self, worker: WorkerId, watch: Watch) -> None:
+        self.answers.append(worker)
 
     def rebuild(self, worker: WorkerId, reason: str) -> None:
         self.rebuilt[worker] = reason
@@ -424,6 +428,16 @@ async def test_a_worker_that_fails_before_its_first_byte_is_replaced() -> None:
         it.workers[ANN].fails = WorkerUnreachable(ANN)
         answers = [await it.ask() for _ in range(4)]
     assert [answer.headers["x-kvherd-worker"] for answer in answers] == [BOB] * 4
+
+
+async def test_only_a_whole_answer_is_told_to_who_keeps_account_of_the_worker() -> None:
+    async with herd(fake(ANN)) as it:
+        await it.ask("hello")
+        assert it.entries.answers == [ANN]
+        it.workers[ANN].breaks = "died"
+        with suppress(WorkerFailed):
+            await it.ask("hello")
+        assert it.entries.answers == [ANN]
 
 
 async def test_a_worker_that_fails_after_its_first_byte_is_not() -> None:

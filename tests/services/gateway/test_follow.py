@@ -536,6 +536,30 @@ async def test_a_worker_that_may_obey_a_flush_unheard_has_no_credit_until_its_ev
         assert (followers.incomplete(ANN), set(index.contents(ANN0))) == (False, {3})
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+async def test_a_worker_that_answers_on_without_events_did_not_obey_and_is_told_again(ranks: int) -> None:
+    """Prompts that are cached whole have no events. Of several ranks an answer tells of one only."""
+    index, feed = PrefixIndex(PrefixHasher(b"k")), QueuedFeed()
+    clock = asyncio.get_running_loop().time
+    async with Followers(index, wall=clock) as followers:
+        followers.add(ANN, feed, model="m")
+        states = [SnapshotChunk(0, 1, 0, batch(9, CacheCleared(), block(1), rank=Rank(rank))) for rank in range(ranks)]
+        await feed.say(Subscribed(ONE), *states)
+        followers.doubted(ANN, ordered_s=clock())
+        for _ in range(3):
+            await asyncio.sleep(1.0)
+            watch = followers.watch(ANN)
+            await asyncio.sleep(0.1)
+            followers.unwatch(ANN, watch)
+            followers.answered(ANN, watch)
+        assert not index.contents(ANN0)
+        followers.answered(WorkerId("a stranger"), watch)
+        if ranks == 1:
+            await feed.say(Subscribed(ONE), *states)
+            assert (followers.state(ANN), set(index.contents(ANN0))) == (FollowState.LIVE, {1})
+        assert followers.incomplete(ANN) is (ranks > 1)
+
+
 async def test_a_worker_that_went_on_and_did_not_obey_is_told_again_whole() -> None:
     index, feed = PrefixIndex(PrefixHasher(b"k")), QueuedFeed()
     async with Followers(index, wall=lambda: 1_000.0) as followers:

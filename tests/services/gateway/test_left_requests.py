@@ -58,6 +58,8 @@ class Entries:
     def unwatch(self, worker: WorkerId, watch: Watch) -> None:
         self.watches = [one for one in self.watches if one is not watch]
 
+    def answered(self, worker: WorkerId, watch: Watch) -> None: ...
+
     def rebuild(self, worker: WorkerId, reason: str) -> None: ...
 
     def beyond_device(self, worker: WorkerId) -> bool:

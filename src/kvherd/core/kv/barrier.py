@@ -8,7 +8,8 @@ clears are counted: the clear of one may come after the answer to the next.
 
 An order whose answer nobody waits for any more may have been obeyed, or be obeyed yet: an engine that stood still finds
 it when it goes on. Its ranks are held back as if it was obeyed. Once their engine has stepped for a while and told no
-clear it has not been, and what they hold is told again.
+clear it has not been, and what they hold is told again. A prompt that is cached whole has no events: then it is the
+answers of an engine of one rank that tell of its steps.
 """
 
 from collections.abc import Iterable
@@ -52,6 +53,8 @@ class FlushBarrier:
     """It was given up."""
     _stepped_s: dict[Rank, float] = field(default_factory=dict)
     """The first stamp that each rank's engine gave since then."""
+    _first_answer_s: float | None = None
+    """When the first answer came to a request that was sent after it."""
     _passed: set[Rank] = field(default_factory=set)
     _dropped: set[Rank] = field(default_factory=set)
     _owed: dict[Rank, int] = field(default_factory=dict)
@@ -78,10 +81,31 @@ class FlushBarrier:
         may hold nothing from now on, and are credited with nothing. `given_up_s` is of the wall clock.
         """
         late = self.flushed(ranks, ordered_s=ordered_s, answered_s=given_up_s)
-        self._in_doubt = True
+        self._in_doubt, self._first_answer_s = True, None
         self._stepped_s.clear()
         self._dropped |= late
         return late
+
+    def answered(self, *, sent_s: float, now_s: float) -> bool:
+        """The engine of one rank has answered a request that was sent at `sent_s`; all by our wall clock.
+
+        Whether it was so seen not to have obeyed: nothing is held back any more, and what it holds is to be told again.
+        """
+        if not self._in_doubt or self._answered_s is None or sent_s <= self._answered_s:
+            return False
+        if self._first_answer_s is None:
+            self._first_answer_s = now_s
+        if now_s <= self._first_answer_s + self.settle_s:
+            return False
+        self._answered_s, self._in_doubt = None, False
+        self._dropped.clear()
+        self._owed.clear()
+        return True
+
+    @property
+    def in_doubt(self) -> bool:
+        """A flush was sent, and it has not turned out yet whether it is obeyed."""
+        return self._in_doubt and self._answered_s is not None
 
     @property
     def owes(self) -> bool:

@@ -32,6 +32,10 @@ class Entries(Protocol):
 
     def unwatch(self, worker: WorkerId, watch: Watch) -> None: ...
 
+    def answered(self, worker: WorkerId, watch: Watch) -> None:
+        """The request that `watch` began with has its whole answer."""
+        ...
+
     def rebuild(self, worker: WorkerId, reason: str) -> None: ...
 
     def beyond_device(self, worker: WorkerId) -> bool:
@@ -88,6 +92,8 @@ class Audit:
         self, member: Member, trial: Trial, usage: Usage | None, reported: int | None, *, now_s: float
     ) -> Verdict:
         """Judge a complete answer: what it said of its cost, if anything, and the `reported_cached` tokens in that."""
+        if trial.watched:
+            self._entries.answered(member.worker, trial.watch)
         if usage is not None and reported is not None:
             elsewhere = usage.host_tokens + usage.storage_tokens
             reported -= elsewhere  # the index credits what is on the device

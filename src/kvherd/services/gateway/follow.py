@@ -177,6 +177,12 @@ class Followers:
         if follower is None or follower.watches.pop(id(watch), None) is None:
             watch.happened("cleared")  # it was followed anew since
 
+    def answered(self, worker: WorkerId, watch: Watch) -> None:
+        """The request that `watch` began with has its whole answer."""
+        follower = self._followers.get(worker)
+        if follower is not None and follower.following.barrier.in_doubt:
+            follower.answered(watch.sent_s)
+
     def flushed(self, worker: WorkerId, *, ordered_s: float | None = None) -> None:
         """Say that this worker obeyed a flush: its entry is cleared at once, and older events that still come are kept
         out. `ordered_s`: when the order was sent, by the event loop's clock; None is now.
@@ -252,6 +258,14 @@ class _Follower:
         self._back_off.succeeded()
         self._rebuilding = True
         self._interrupt()
+
+    def answered(self, sent_s: float) -> None:
+        """While a flush is in doubt: who steps on and tells no clear did not obey, and is told again by its source."""
+        following = self.following
+        if len(following.ranks) == 1 and following.barrier.answered(sent_s=sent_s, now_s=self._wall()):
+            self._forget(FollowState.SUBSCRIBING, "it did not obey a flush that it had not answered")
+            self._back_off.succeeded()
+            self._interrupt()
 
     async def run(self) -> None:
         while True:
