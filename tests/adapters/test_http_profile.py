@@ -7,23 +7,43 @@ import pytest
 
 from kvherd.adapters.http_exchange import HttpAnswer, HttpAsker
 from kvherd.adapters.http_profile import start_profile
-from kvherd.core.errors import FieldInvalid
-from kvherd.core.ids import WorkerId
-from kvherd.ports.worker import WorkerKind
+from kvherd.core.errors import FieldInvalid, WorkerRefused
+from kvherd.core.ids import Rank, WorkerId
+from kvherd.ports.worker import ProfileAnswer, RankOutcome, WorkerKind
 
 ENGINE = WorkerId("http://engine:8000")
 
 
 class Asked:
-    """Takes every order, and keeps its fields."""
+    """Takes every order, keeps its fields, and gives one answer."""
 
-    def __init__(self) -> None:
+    def __init__(self, status: int = 200, answer: bytes = b"") -> None:
         self.fields: list[dict[str, Any]] = []
+        self.answer = HttpAnswer(status, answer)
 
     async def ask(self, method: str, path: str, *, body: bytes = b"") -> HttpAnswer:
         assert (method, path) == ("POST", "/start_profile")
         self.fields.append(json.loads(body) if body else {})
-        return HttpAnswer(200, b"")
+        return self.answer
+
+
+async def answered(status: int, **told: object) -> ProfileAnswer:
+    asked = Asked(status, json.dumps(told).encode())
+    return await start_profile(ENGINE, cast(HttpAsker, asked), WorkerKind.KVHERD_HTTP, {})
+
+
+RANKS = [{"rank": 0, "done": True, "message": "on"}, {"rank": 1, "done": False, "message": "disk full"}]
+TOLD = (RankOutcome(Rank(0), done=True, message="on"), RankOutcome(Rank(1), done=False, message="disk full"))
+
+
+async def test_what_each_rank_did_is_told_whether_or_not_all_did_it() -> None:
+    done = await answered(200, message="on", ranks=RANKS[:1])
+    assert (done.done, done.ranks) == (True, TOLD[:1])
+    refused = await answered(400, error={"message": "rank 1: disk full"}, ranks=RANKS)
+    assert (refused.done, refused.ranks) == (False, TOLD)
+    assert refused.message == f"{ENGINE} refused: HTTP 400: rank 1: disk full"
+    with pytest.raises(WorkerRefused, match="one is on"):
+        await answered(409, error={"message": "one is on"})
 
 
 async def sent(kind: WorkerKind, version: str, **fields: object) -> dict[str, Any]:

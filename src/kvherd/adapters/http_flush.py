@@ -24,7 +24,7 @@ async def flush_by_url(
     if answer.status == 404:
         raise WorkerUnsupported(worker, "flush (it has no /flush_cache)")
     document = answer.document()
-    ranks = _ranks(document)
+    ranks = ranks_told(document)
     if not answer.ok and answer.status != 400 and not ranks:
         raise WorkerRefused(worker, f"HTTP {answer.status}: {answer.reason()}")
     done = answer.ok and document.get("success", True) is True
@@ -78,7 +78,8 @@ def _vllm_did(answer: HttpAnswer) -> bool:
     return answer.document().get("success", True) is True
 
 
-def _ranks(document: Mapping[str, Any]) -> tuple[RankOutcome, ...]:
+def ranks_told(document: Mapping[str, Any]) -> tuple[RankOutcome, ...]:
+    """Of each rank, where the engine tells them apart."""
     told = document.get("ranks")
     if not isinstance(told, list):
         return ()

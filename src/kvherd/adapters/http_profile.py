@@ -7,6 +7,7 @@ from typing import Final
 import msgspec
 
 from kvherd.adapters.http_exchange import HttpAsker
+from kvherd.adapters.http_flush import ranks_told
 from kvherd.core.errors import FieldInvalid, WorkerRefused, WorkerUnsupported
 from kvherd.core.ids import WorkerId
 from kvherd.ports.worker import ProfileAnswer, WorkerKind
@@ -46,14 +47,19 @@ async def _ordered(worker: WorkerId, asker: HttpAsker, path: str, body: bytes) -
     answer = await asker.ask("POST", path, body=body)
     if answer.status == 404:
         raise WorkerUnsupported(worker, f"profiling (it has no {path}; vLLM has it with a --profiler-config only)")
-    if not answer.ok:
-        raise WorkerRefused(worker, f"HTTP {answer.status}: {answer.reason()}")
     told = answer.document()
+    ranks = ranks_told(told)
+    if not answer.ok:
+        refused = WorkerRefused(worker, f"HTTP {answer.status}: {answer.reason()}")
+        if not ranks:
+            raise refused
+        return ProfileAnswer(message=str(refused), done=False, ranks=ranks)
     files, profile_id = told.get("files"), told.get("profile_id")
     return ProfileAnswer(
         message=answer.reason() if answer.body.strip() else "done",
         profile_id=profile_id if isinstance(profile_id, str) else "",
         files=tuple(map(str, files)) if isinstance(files, list) else (),
+        ranks=ranks,
     )
 
 

@@ -144,9 +144,10 @@ class RequestDuplicate(CallerError):
 
 @dataclass(eq=False)
 class OrderRefused(CallerError):
-    """Ranks understood an order and said no; `reason` is theirs."""
+    """Ranks understood an order and said no; `reason` is theirs, `ranks` what each said and whether it did it."""
 
     reason: str
+    ranks: tuple[tuple[int, bool, str], ...] = ()
 
     def __str__(self) -> str:
         return self.reason

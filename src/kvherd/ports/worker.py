@@ -249,11 +249,15 @@ that at once; with False when it has answered and will be asked again.
 
 @dataclass(frozen=True, slots=True)
 class ProfileAnswer:
-    """What became of an order to begin or end a profile, in the engine's own words; where its traces are, if told."""
+    """What became of an order to begin or end a profile, in the engine's own words; where its traces are, if told.
+    `done` False is a refusal by ranks that are told apart: another raises.
+    """
 
     message: str
     profile_id: str = ""
     files: tuple[str, ...] = ()
+    done: bool = True
+    ranks: tuple[RankOutcome, ...] = ()
 
 
 def not_held(answer: FlushAnswer) -> FlushAnswer:

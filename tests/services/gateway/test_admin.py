@@ -12,10 +12,10 @@ from kvherd.core.errors import WorkerUnreachable, WorkerUnsupported
 from kvherd.core.fleet.roster import Member
 from kvherd.core.fleet.spec import WorkerSpec
 from kvherd.core.fleet.truth import Claim, Truth
-from kvherd.core.ids import Epoch, RequestId, WorkerId
+from kvherd.core.ids import Epoch, Rank, RequestId, WorkerId
 from kvherd.core.text.parity import Agreement, Finding, PromptClass
 from kvherd.ports.completions import Tokenizer
-from kvherd.ports.worker import WorkerFacts, WorkerKind, WorkerLoad
+from kvherd.ports.worker import ProfileAnswer, RankOutcome, WorkerFacts, WorkerKind, WorkerLoad
 from kvherd.services.gateway.admin import build_app
 from kvherd.services.gateway.console import Console
 from kvherd.services.gateway.fleet import Fleet
@@ -510,6 +510,23 @@ async def test_a_worker_that_cannot_be_profiled_costs_its_own_entry() -> None:
         outcomes = [one["outcome"] for one in answer.json()["workers"]]
     assert (answer.status_code, outcomes) == (200, ["done", "unsupported"])
     assert answer.json()["success"] is False
+
+
+async def test_the_ranks_of_a_profile_are_told_apart() -> None:
+    class OfTwo(FakeWorker):
+        async def start_profile(self, fields: object) -> ProfileAnswer:
+            ranks = RankOutcome(Rank(0), done=True, message="on"), RankOutcome(Rank(1), done=False, message="disk full")
+            return ProfileAnswer("rank 1: disk full", done=False, ranks=ranks)
+
+    async with gateway(OfTwo(ANN)) as client:
+        answer = await client.post("/start_profile")
+    assert answer.status_code == 502
+    told = answer.json()["workers"][0]
+    assert (told["outcome"], told["message"]) == ("refused", "rank 1: disk full")
+    assert told["ranks"] == [
+        {"rank": 0, "outcome": "done", "message": "on"},
+        {"rank": 1, "outcome": "refused", "message": "disk full"},
+    ]
 
 
 async def test_a_worker_that_never_answers_an_order_to_profile_times_out() -> None:

@@ -51,6 +51,7 @@ async def test_a_profile_starts_with_no_body_at_all_and_stops(doors: Opened) -> 
         ended = await at.sidecar.post("/stop_profile", json={})
         assert ended.status_code == 200
         assert ended.json()["files"] == begun.json()["files"]
+        assert [(one["rank"], one["done"]) for one in ended.json()["ranks"]] == [(0, True)]
 
 
 async def test_every_field_arrives(doors: Opened) -> None:
@@ -185,6 +186,9 @@ async def test_a_rank_that_refuses_is_a_400_with_its_reason(doors: Opened) -> No
         answer = await at.sidecar.post("/start_profile")
         assert answer.status_code == 400
         assert answer.json()["error"]["message"] == "rank 1: cannot write into /x: Read-only file system"
+        told = [(one["rank"], one["done"]) for one in answer.json()["ranks"]]
+        assert told == [(0, True), (1, False)]
+        assert answer.json()["ranks"][1]["message"] == "cannot write into /x: Read-only file system"
 
 
 async def test_a_rank_that_is_silent_is_a_504(doors: Opened) -> None:
@@ -194,6 +198,7 @@ async def test_a_rank_that_is_silent_is_a_504(doors: Opened) -> None:
         answer = await at.sidecar.post("/start_profile")
         assert answer.status_code == 504
         assert answer.json()["error"]["message"] == "no answer from rank 1 within 0.1 s"
+        assert answer.json()["ranks"] == [{"rank": 1, "done": False, "message": "no answer"}]
 
 
 async def test_what_nobody_foresaw_is_a_500_without_internals(

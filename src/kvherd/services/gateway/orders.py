@@ -8,7 +8,7 @@ The deadline counts from the call and includes waiting for a slot and connecting
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -22,7 +22,7 @@ from kvherd.core.errors import (
 )
 from kvherd.core.fleet.fanout import FanoutReport, Outcome, RankResult, WorkerResult, outcome_of
 from kvherd.core.ids import WorkerId
-from kvherd.ports.worker import FlushAnswer, ProfileAnswer, Worker
+from kvherd.ports.worker import FlushAnswer, ProfileAnswer, RankOutcome, Worker
 from kvherd.wire.status import public_message
 
 log = logging.getLogger(__name__)
@@ -116,7 +116,8 @@ async def profile_fleet(fleet: Sequence[Addressee], order: ProfileOrder, *, at_o
     async def give(to: Addressee, started_s: float) -> WorkerResult:
         async with slots:
             answer = await order(to.worker)
-        return _result(to, Outcome.DONE, answer.message, started_s, files=answer.files)
+        outcome = Outcome.DONE if answer.done else Outcome.REFUSED
+        return _result(to, outcome, answer.message, started_s, ranks=_each(answer.ranks), files=answer.files)
 
     return await _order_all(fleet, give, deadline_s=PROFILE_S)
 
@@ -180,12 +181,13 @@ async def _flush_in_slot(
 
 
 def _answered(to: Addressee, answer: FlushAnswer, started_s: float) -> WorkerResult:
-    ranks = tuple(
-        RankResult(rank.rank, Outcome.DONE if rank.done else Outcome.REFUSED, rank.message) for rank in answer.ranks
-    )
     missed = Outcome.TIMED_OUT if answer.timed_out else Outcome.REFUSED
     outcome = Outcome.DONE if answer.done else missed
-    return _result(to, outcome, answer.message, started_s, ranks=ranks)
+    return _result(to, outcome, answer.message, started_s, ranks=_each(answer.ranks))
+
+
+def _each(ranks: Iterable[RankOutcome]) -> tuple[RankResult, ...]:
+    return tuple(RankResult(one.rank, Outcome.DONE if one.done else Outcome.REFUSED, one.message) for one in ranks)
 
 
 def _result(

@@ -3,7 +3,7 @@
 The engine's own HTTP door has these routes beside those for generations.
 """
 
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Iterable
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -12,7 +12,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from kvherd.core.engine.reports import OrderReport
-from kvherd.core.errors import FieldInvalid, OrderTimedOut
+from kvherd.core.errors import FieldInvalid, OrderRefused, OrderTimedOut
 from kvherd.core.fleet.host_names import HostNames
 from kvherd.core.ids import OrderId
 from kvherd.ports.scheduler import Scheduler
@@ -29,7 +29,9 @@ from kvherd.services.servicer.http_edge import (
 from kvherd.services.servicer.metrics import CONTENT_TYPE, EngineMetrics
 from kvherd.services.servicer.order_edge import checked_timeout, message_of
 from kvherd.services.servicer.profiles import ProfileDone, Profiles
+from kvherd.wire.openai.errors import error_object
 from kvherd.wire.profile_fields import decode_start_profile, decode_stop_profile
+from kvherd.wire.status import status_of
 
 
 class OperatorDoor:
@@ -134,9 +136,19 @@ class OperatorDoor:
 
 
 async def _profiled(request: Request, order: Awaitable[ProfileDone]) -> Response:
-    done = await unless_client_leaves(request.receive, order)
+    try:
+        done = await unless_client_leaves(request.receive, order)
+    except OrderRefused as error:
+        return json_answer({"error": error_object(error), "ranks": _ranks(error.ranks)}, status_of(error).http)
+    except OrderTimedOut as error:
+        silent = [(rank, False, "no answer") for rank in error.silent_ranks]
+        return json_answer({"error": error_object(error), "ranks": _ranks(silent)}, status_of(error).http)
     fields = {"success": True, "profile_id": done.profile_id, "message": done.message, "files": done.files}
-    return json_answer(fields | {"notes": done.notes})
+    return json_answer(fields | {"notes": done.notes, "ranks": _ranks(done.ranks)})
+
+
+def _ranks(told: Iterable[tuple[int, bool, str]]) -> list[dict[str, object]]:
+    return [{"rank": rank, "done": done, "message": message} for rank, done, message in told]
 
 
 def _timeout(request: Request, limit_s: float) -> float:

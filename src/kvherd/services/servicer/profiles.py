@@ -3,7 +3,7 @@
 import tempfile
 import uuid
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from kvherd.core.engine.profile import MERGED_SUFFIX, Activity, ProfileRequest, ProfileWish
@@ -20,12 +20,15 @@ _GPU = "GPU"
 
 @dataclass(frozen=True, slots=True)
 class ProfileDone:
-    """A profile is on everywhere, or ended everywhere. `notes` tell what of the wish could have no effect."""
+    """A profile is on everywhere, or ended everywhere. `notes` tell what of the wish could have no effect, `ranks` what
+    each said.
+    """
 
     profile_id: str
     message: str
     files: tuple[str, ...]
     notes: tuple[str, ...] = ()
+    ranks: tuple[tuple[int, bool, str], ...] = ()
 
 
 class Profiles:
@@ -54,7 +57,7 @@ class Profiles:
         )
         report = await self._scheduler.start_profile(request, timeout_s=self._timeout_s)
         done = self._done(report, request.profile_id)
-        return ProfileDone(done.profile_id, done.message, done.files, tuple(notes))
+        return replace(done, notes=tuple(notes))
 
     async def stop(self) -> ProfileDone:
         """The files are whole when this returns. Raises as `start` does; `OrderConflict` if none is on."""
@@ -63,14 +66,15 @@ class Profiles:
     def _done(self, report: OrderReport, profile_id: str) -> ProfileDone:
         if report.silent:
             raise OrderTimedOut(OrderId("profile"), tuple(report.silent), self._timeout_s)
+        ranks = tuple((answer.rank, answer.done, answer.message) for answer in report.answers)
         if not report.done:
             refusals = [answer for answer in report.answers if not answer.done]
             kind = OrderConflict if all(answer.conflict for answer in refusals) else OrderRefused
-            raise kind(message_of(OrderReport(tuple(refusals)), ranks=len(report.answers)))
+            raise kind(message_of(OrderReport(tuple(refusals)), ranks=len(report.answers)), ranks)
         # Ranks that end in one moment each find all files there, and each merges them, into the same one.
         told = dict.fromkeys(file for answer in report.answers for file in answer.files)
         files = tuple(sorted(told, key=lambda file: file.endswith(MERGED_SUFFIX)))
-        return ProfileDone(profile_id or report.answers[0].profile_id, message_of(report), files)
+        return ProfileDone(profile_id or report.answers[0].profile_id, message_of(report), files, ranks=ranks)
 
     def _directory(self, wanted: str | None) -> str:
         """Whole, since a rank need not have our working directory."""
