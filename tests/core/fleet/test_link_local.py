@@ -5,7 +5,7 @@ import pytest
 from kvherd.core.errors import OptionInvalid
 from kvherd.core.fleet.link_local import is_address, is_link_local
 from kvherd.core.fleet.shown_url import shown_url
-from kvherd.core.fleet.spec import normal_url
+from kvherd.core.fleet.spec import WorkerSpec, events_address, normal_url
 
 LINK_LOCAL = [
     "169.254.169.254",
@@ -31,6 +31,12 @@ def test_it_is_refused_however_it_is_written(host: str) -> None:
     for scheme in ("http", "https", "grpc", "grpcs"):
         with pytest.raises(OptionInvalid, match="is a link-local address, which no worker may have"):
             normal_url(f"{scheme}://{named}:80", "url")
+    here = "tcp://127.0.0.1:5557"
+    for there in (f"tcp://{named}:5557", f"tcp://127.0.0.1:0;{named}:5557"):
+        for spec in (WorkerSpec("http://e:1", there), WorkerSpec("http://e:1", here, there)):
+            with pytest.raises(OptionInvalid, match="is a link-local address, which no worker may have"):
+                events_address(spec)
+    assert events_address(WorkerSpec("http://e:1", here, "ipc:///run/replay.sock")) == here
 
 
 @pytest.mark.parametrize(

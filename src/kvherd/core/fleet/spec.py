@@ -185,6 +185,8 @@ def events_address(spec: WorkerSpec) -> str | None:
             raise OptionInvalid("replay" if spec.replay else "bind", "says nothing without events")
         return None
     if spec.events.startswith(DIRECT):
+        for name, endpoint in (("events", spec.events), ("replay", spec.replay)):
+            _refuse_link_local(name, (endpoint or "").removeprefix("tcp://").rpartition(";")[2].rpartition(":")[0])
         return spec.events
     if spec.replay or spec.bind:
         raise OptionInvalid("replay" if spec.replay else "bind", "is for events at an engine's own sockets only")
@@ -206,7 +208,11 @@ def normal_url(url: str, field: str, *, schemes: tuple[str, ...] = SCHEMES) -> s
         raise OptionInvalid(field, problem)
     if parts.scheme in ("grpc", "grpcs") and port is None:
         raise OptionInvalid(field, f"{shown_url(url)} names no port")
-    if is_link_local(host):
-        raise OptionInvalid(field, f"{host} is a link-local address, which no worker may have")
+    _refuse_link_local(field, host)
     named = f"[{host}]" if ":" in host else host
     return f"{parts.scheme}://{named}{f':{port}' if port else ''}{parts.path.rstrip('/')}"
+
+
+def _refuse_link_local(field: str, host: str) -> None:
+    if is_link_local(host):
+        raise OptionInvalid(field, f"{host} is a link-local address, which no worker may have")
