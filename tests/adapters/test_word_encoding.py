@@ -202,6 +202,7 @@ def test_words_are_remembered_within_bounds() -> None:
     assert words is not None
     for number in range(100):
         assert words.encode(f"the {number} {'x' * number}") == made("gpt-2").encode(f"the {number} {'x' * number}").ids
-        for known in (words._known, words._spaced):
+        assert words.encode(f"{'y' * number} the") == made("gpt-2").encode(f"{'y' * number} the").ids
+        for known in (words._known, words._spaced, words._begun):
             assert len(known) <= 10
             assert max(map(len, known)) <= module.MOST_CHARACTERS

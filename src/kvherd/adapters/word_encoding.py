@@ -80,6 +80,8 @@ class WordEncoding:
         self._known: dict[str, Sequence[int]] = {}
         self._spaced: dict[str, Sequence[int]] = {}
         """What stands behind a space, up to the next."""
+        self._begun: dict[str, Sequence[int]] = {}
+        """What stands at the beginning of a text, up to a space."""
 
     def encode(self, text: str) -> list[int] | None:
         """None where only the tokenizer itself can tell."""
@@ -134,22 +136,26 @@ class WordEncoding:
                 first = False
                 if not part or part[-1].isspace():
                     return False
-                self._look_up(self._words(part), ids)
+                ids += self._begun.get(part) or self._look_up_part(part, part, self._begun)
                 continue
             found = spaced.get(part)
             if found is None:
                 if not part or part[0].isspace() or part[-1].isspace():
                     del ids[count:]
                     return False
-                learned: list[int] = []
-                self._look_up(self._words(" " + part), learned)
-                found = learned
-                if len(part) < MOST_CHARACTERS:
-                    if len(spaced) >= self._most_words:
-                        spaced.clear()
-                    spaced[part] = found
+                found = self._look_up_part(part, " " + part, spaced)
             ids += found
         return True
+
+    def _look_up_part(self, part: str, text: str, met: dict[str, Sequence[int]]) -> Sequence[int]:
+        """The tokens of a text that is remembered as this part."""
+        ids: list[int] = []
+        self._look_up(self._words(text), ids)
+        if len(part) < MOST_CHARACTERS:
+            if len(met) >= self._most_words:
+                met.clear()
+            met[part] = ids
+        return ids
 
     def _merged(self, word: str) -> Sequence[int]:
         return [token.id for token in self._model.tokenize(_spelt(word))]

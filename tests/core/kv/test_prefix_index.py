@@ -306,3 +306,77 @@ def test_what_was_never_held_is_empty(index: PrefixIndex) -> None:
     assert index.worker_blocks(ANN) == 3
     index.clear(ANN1)
     assert index.worker_blocks(ANN) == 1
+
+
+LONG = tuple(range(80))
+BEGUN = 70
+
+
+def by_worker(index: PrefixIndex, path: Path, begun: int) -> dict[WorkerId, dict[Rank, int]]:
+    """As it is found with a beginning that may be remembered; the same as without."""
+    found = index.match_workers(chain(path), begun)
+    assert found == index.match_workers(chain(path)), "whatever is remembered"
+    return found
+
+
+@settings(deadline=None)
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from([ANN0, ANN1, BOB0]),
+            st.sampled_from(["store", "store", "piece", "remove", "remove", "clear", "others", "rejoin"]),
+            st.integers(1, len(LONG)),
+            st.integers(1, len(LONG)),
+        ),
+        max_size=30,
+    )
+)
+def test_what_is_remembered_of_a_beginning_is_what_would_be_found(
+    steps: list[tuple[Holder, str, int, int]],
+) -> None:
+    index = PrefixIndex(PrefixHasher(KEY))
+    for worker in (ANN, BOB):
+        index.enrol(worker, model="m")
+    apply(index, ANN0, stored(LONG, len(LONG)))
+    for holder, what, one, another in steps:
+        begin, end = min(one, another), max(one, another)
+        if what == "store":
+            apply(index, holder, stored(LONG[:end], end))
+        elif what == "piece":
+            apply(index, holder, stored(LONG[:end], end - begin + 1))
+        elif what == "remove":
+            apply(index, holder, removed(LONG[:begin]))
+        elif what == "clear":
+            apply(index, holder, CacheCleared())
+        elif what == "others":
+            apply(index, holder, *(stored((200 + number,)) for number in range(end)))
+        else:
+            index.enrol(holder.worker, model="m")
+        for begun in (BEGUN, len(LONG), 65):
+            by_worker(index, LONG, begun)
+        by_worker(index, (*LONG[:BEGUN], 300), BEGUN)
+
+
+def test_a_beginning_that_is_asked_for_again_is_not_looked_up_again(index: PrefixIndex) -> None:
+    apply(index, ANN0, stored(LONG, len(LONG)))
+    assert by_worker(index, LONG, BEGUN) == {ANN: {Rank(0): len(LONG)}}
+    looked_up: list[int] = []
+
+    class Counted(dict[PrefixHash, int]):
+        def get(self, name: PrefixHash, default: int | None = None) -> int | None:  # type: ignore[override]
+            looked_up.append(name)
+            return super().get(name, default)
+
+    apply(index, BOB0, stored((500,)))
+    index._masks = Counted(index._masks)
+    assert index.match_workers(chain(LONG), BEGUN) == {ANN: {Rank(0): len(LONG)}}
+    assert looked_up == chain(LONG)[BEGUN:]
+
+
+def test_beginnings_are_remembered_within_bounds(index: PrefixIndex) -> None:
+    for number in range(1100):
+        by_worker(index, (number, *LONG), BEGUN)
+        assert sum(1 for _ in index._begun) * BEGUN <= 65_536
+    apply(index, ANN0, *(stored((number, 5), 2) for number in range(1, 3000)))
+    assert by_worker(index, (1, 5), 2) == {ANN: {Rank(0): 2}}
+    assert len(index._changes._names) <= 4096

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import Raw
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as HfTokenizer
 
@@ -23,7 +24,7 @@ from kvherd.services.gateway.encodings import EncodingCache
 from kvherd.services.gateway.prompts import Prompt, read_prompt_now
 from kvherd.testing.chat_templates import LAST_QUESTION, SPLIT
 from kvherd.testing.tokenizer import ByteTokenizer
-from kvherd.wire.openai.routing import peek
+from kvherd.wire.openai.routing import Peek, peek
 
 PATH = "/v1/chat/completions"
 HASHER = PrefixHasher(b"key")
@@ -111,6 +112,11 @@ def told(prompt: Prompt | None) -> object:
     return ids, prompt.classes, prompt.tokens, prompt.salt, prompt.text, chains
 
 
+def told_of(peeked: Peek) -> list[object]:
+    values = (getattr(peeked, name) for name in Peek.__struct_fields__)
+    return [bytes(value) if isinstance(value, Raw) else value for value in values]
+
+
 @pytest.mark.parametrize("tokenizer", MERGING.values(), ids=MERGING)
 @settings(deadline=None)
 @given(
@@ -135,8 +141,13 @@ def test_a_conversation_has_the_tokens_that_its_messages_have_by_themselves(
 def require_the_same(
     conversations: Conversations, encodings: EncodingCache, tokenizer: Tokenizer, body: bytes
 ) -> Prompt:
-    """Both ways to the same prompt."""
-    remembered = read_prompt_now(PATH, body, peek(body), tokenizer, encodings, conversations=conversations)
+    """Both ways to the same prompt, and to what is told of the body."""
+    known = conversations.recall(body)
+    peeked, recalled = known if known is not None else (peek(body), None)
+    assert told_of(peeked) == told_of(peek(body))
+    remembered = read_prompt_now(
+        PATH, body, peeked, tokenizer, encodings, conversations=conversations, recalled=recalled
+    )
     assert told(remembered) == told(read_prompt_now(PATH, body, peek(body), tokenizer, EncodingCache()))
     assert remembered is not None
     return remembered
@@ -348,3 +359,88 @@ def test_a_beginning_names_its_blocks_once_for_each_namespace() -> None:
     assert len(beginning.chains) <= 4
     assert beginning.chain(HASHER, "m", 4, lora=None, salt=None) == names
     assert replace(beginning, chains={}).chain(HASHER, "m", 4, lora=None, salt=None) == names
+
+
+HISTORY = [{"role": "system", "content": "aa"}, {"role": "user", "content": "b"}, {"role": "assistant", "content": "x"}]
+
+
+def asked(text: str, **fields: Any) -> bytes:
+    return json.dumps({"model": "m", "messages": [*HISTORY, {"role": "user", "content": text}], **fields}).encode()
+
+
+def with_history() -> tuple[Conversations, EncodingCache]:
+    """As after three questions with the same before them."""
+    encodings = EncodingCache()
+    conversations = Conversations(encodings)
+    for text in ("b", "bb", "bbb"):
+        require_the_same(conversations, encodings, MERGING["chatml"], asked(text, seed=1))
+    return conversations, encodings
+
+
+def test_of_a_body_that_is_known_but_for_its_last_text_nothing_else_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    conversations, encodings = with_history()
+    body = asked("a }] [{ b", seed=1)
+    whole = peek(body)
+    assert conversations.recall(asked("a", seed=2)) is None, "other fields stand around its messages"
+    known = conversations.recall(asked("aab", seed=1))
+    assert known is not None
+    assert told_of(known[0]) == told_of(peek(asked("aab", seed=1)))
+    monkeypatch.setattr(conversations, "_frames", None)
+    prompt = read_prompt_now(
+        PATH, body, whole, MERGING["chatml"], encodings, conversations=conversations, recalled=known[1]
+    )
+    assert prompt is not None
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        asked("b", seed=1)[:-1],
+        asked("b", seed=1) + b"}",
+        asked("b", seed=1).replace(b'"aa"', b'"aa'),
+        asked("b", seed=1).replace(b'"content": "b"}]', b'"content": "b}]'),
+        asked("b", seed=1).replace(b'"content": "b"}]', b'"content": "b"},]'),
+        asked("b", seed=1).replace(b'"content": "b"}]', b'"content": "b"}}]'),
+        asked("b", seed=1).replace(b'"content": "b"}]', b'"content": "b"}]]'),
+        asked("b", seed=1).replace(b"[{", b"{[{"),
+        asked("b", seed=1).replace(b'{"model"', b'{"messages": [], "model"'),
+        asked("b", seed=1)[:-1] + b', "messages": [{"role": "user", "content": "b"}]}',
+        asked("b", seed=1)[:-1] + b', "m\\u0065ssages": [{"role": "user", "content": "b"}]}',
+        asked("b", seed=1).replace(b'"model": "m"', b'"model": "m", "user": "\\"messages\\": ["'),
+        asked("b", seed=1).replace(b'"model": "m"', b'"model": "m", "metadata": {"messages": []}'),
+        asked("b", seed=1).replace(b'"aa"', b'"ab"'),
+        b"",
+        b"[]",
+        b'"messages"',
+        b'{"messages": []}',
+        b'{"messages": [{}]}',
+    ],
+)
+def test_what_only_looks_like_a_known_body_is_read_as_a_whole(body: bytes) -> None:
+    conversations, encodings = with_history()
+    if conversations.recall(body) is not None:
+        require_the_same(conversations, encodings, MERGING["chatml"], body)
+
+
+def test_messages_that_stand_elsewhere_in_a_body_are_not_taken_for_its_own() -> None:
+    encodings = EncodingCache()
+    conversations = Conversations(encodings)
+    for text in ("b", "bb", "bbb"):
+        messages = json.dumps([*HISTORY, {"role": "user", "content": text}])
+        for around in (
+            '{"model": "m", "metadata": {"messages": %s}, "messages": %s}',
+            '{"model": "m", "user": "\\"messages\\":", "messages": %s, "n": 1}',
+        ):
+            body = (around % ((messages,) * around.count("%s"))).encode()
+            require_the_same(conversations, encodings, MERGING["chatml"], body)
+
+
+def test_what_stands_around_messages_is_noted_within_bounds() -> None:
+    conversations, encodings = with_history()
+    for number in range(300):
+        for text in ("a", "b"):
+            require_the_same(conversations, encodings, MERGING["chatml"], asked(text, seed=number))
+        assert len(conversations._frames._around) <= 256
+    assert conversations.recall(asked("aab", seed=299)) is not None
+    require_the_same(conversations, encodings, MERGING["chatml"], asked("aab", user="x" * 3000))
+    assert conversations.recall(asked("b", user="x" * 3000)) is None

@@ -3,7 +3,7 @@
 import pytest
 
 from kvherd.core.errors import BodyNotJson, FieldInvalid
-from kvherd.wire.openai.routing import peek
+from kvherd.wire.openai.routing import peek, peek_around, with_messages
 
 
 def test_a_peek_reads_what_routing_needs() -> None:
@@ -33,3 +33,26 @@ def test_no_json_is_said_with_its_place() -> None:
 def test_half_a_character_is_called_that(prompt: str) -> None:
     with pytest.raises(BodyNotJson, match="is half of a character"):
         peek(b'{"model":"m","prompt":"%b"}' % prompt.encode())
+
+
+@pytest.mark.parametrize(
+    ("before", "behind", "known"),
+    [
+        (b'{"model": "m", "messages": ', b', "user": "ann"}', True),
+        (b'{"model": "m", "metadata": {"messages": ', b"}}", False),
+        (b'{"model": "m", "metadata": {"messages": ', b'}, "messages": []}', False),
+        (b'{"model": "m", "messages": ', b', "m\\u0065ssages": []}', False),
+        (b'{"model": "m", "user": "\\"messages', b'"}', False),
+        (b'{"model": "m", "messages": ', b', "n": "1"}', False),
+        (b'{"model": "m", "messages": ', b"", False),
+    ],
+)
+def test_what_stands_around_messages_is_told_where_they_are_a_bodys_own(
+    before: bytes, behind: bytes, known: bool
+) -> None:
+    told = peek_around(before, behind, b"3f0c")
+    assert (told is not None) == known
+    if told is not None:
+        messages = b'[{"role": "user", "content": "a"}]'
+        seen, whole = with_messages(told, messages), peek(before + messages + behind)
+        assert (seen.model, seen.user, bytes(seen.messages)) == (whole.model, whole.user, bytes(whole.messages))

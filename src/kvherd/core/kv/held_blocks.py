@@ -77,7 +77,7 @@ class HeldBlocks:
 
     def _store_on_device(self, blocks: tuple[EngineHash, ...], names: list[PrefixHash], *, capped: bool) -> None:
         """What nearly every store is, in one loop: a copy on the device, and no orphan that might wait for it."""
-        known, masks, bit = self._names, self.credits.masks, self.credits.bit
+        known, masks, bit, changes = self._names, self.credits.masks, self.credits.bit, self.credits.changes
         for block, name in zip(blocks, names, strict=True):
             if block in known:
                 self._add_copy(block, Tier.DEVICE, known[block], capped=capped)
@@ -89,6 +89,7 @@ class HeldBlocks:
             else:
                 masks[name] = mask | bit
                 self.credits.count += 1
+                changes.note(name)
 
     def _store_named(self, block: EngineHash, name: PrefixHash, tier: Tier, *, capped: bool) -> None:
         if block in self._names:

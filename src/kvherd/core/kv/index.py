@@ -17,13 +17,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Final, NamedTuple
 
 from kvherd.core.ids import EngineHash, PrefixHash, Rank, WorkerId
-from kvherd.core.kv.credits import Credits
+from kvherd.core.kv.credits import Changes, Credits
 from kvherd.core.kv.events import BlocksRemoved, BlocksStored, KvEvent, KvEventBatch, Tier
 from kvherd.core.kv.hashing import PrefixHasher
 from kvherd.core.kv.holding import Holding
 
 _AT_ONCE: Final = 64
 """Blocks looked up at a time: fewer would cost more by their number, and more are in vain where a prompt is new."""
+_MOST_BEGUN: Final = 65_536
+"""Blocks of beginnings that are remembered."""
 
 
 class Holder(NamedTuple):
@@ -31,6 +33,19 @@ class Holder(NamedTuple):
 
     worker: WorkerId
     rank: Rank
+
+
+class _Begun:
+    """Who has how much of a beginning that was asked for, after `count` changes. `names` are its blocks', once it was
+    asked for again soon.
+    """
+
+    __slots__ = ("alive", "count", "ends", "names")
+
+    def __init__(self) -> None:
+        self.alive = self.count = 0
+        self.ends: list[tuple[int, int]] = []
+        self.names: set[PrefixHash] | None = None
 
 
 class PrefixIndex:
@@ -47,6 +62,10 @@ class PrefixIndex:
         # A holder is a bit of a mask: matching is one `and` a block however many holders there are.
         self._holders: dict[int, Holder] = {}
         self._free: list[int] = []
+        self._changes = Changes()
+        self._begun: dict[PrefixHash, _Begun] = {}
+        """By the name of the last of its blocks."""
+        self._begun_blocks = 0
 
     def enrol(self, worker: WorkerId, *, model: str) -> None:
         """Let batches of this worker in; `model` is the one that its prefixes are computed with.
@@ -85,12 +104,14 @@ class PrefixIndex:
         A holder that lacks the first block is absent from the answer, however many later ones it has: attention can
         reuse a prefix only.
         """
-        return {self._holders[bit]: depth for bit, depth in self._ends(chain)}
+        return {self._holders[bit]: depth for bit, depth in self._ends(chain, 0)}
 
-    def match_workers(self, chain: Sequence[PrefixHash]) -> dict[WorkerId, dict[Rank, int]]:
-        """The same by worker."""
+    def match_workers(self, chain: Sequence[PrefixHash], begun: int = 0) -> dict[WorkerId, dict[Rank, int]]:
+        """The same by worker. The first `begun` blocks are likely to be asked for again soon: what is found of them is
+        remembered, until one of them comes or goes somewhere.
+        """
         found: dict[WorkerId, dict[Rank, int]] = {}
-        for bit, depth in self._ends(chain):
+        for bit, depth in self._ends(chain, begun):
             worker, rank = self._holders[bit]
             ranks = found.get(worker)
             if ranks is None:
@@ -99,15 +120,30 @@ class PrefixIndex:
                 ranks[rank] = depth
         return found
 
-    def _ends(self, chain: Sequence[PrefixHash]) -> list[tuple[int, int]]:
+    def _ends(self, chain: Sequence[PrefixHash], begun: int) -> list[tuple[int, int]]:
         """The bit of each holder that has the first block, and how many it has."""
-        found: list[tuple[int, int]] = []
+        if begun >= _AT_ONCE:
+            known = self._beginning(chain, begun)
+            found, alive = known.ends.copy(), known.alive
+        else:
+            begun, found = 0, []
+            alive = self._masks.get(chain[0], 0) if chain else 0
+        if alive:
+            alive = self._follow(chain, begun, len(chain), alive, found)
+        while alive:
+            bit = alive & -alive
+            found.append((bit, len(chain)))
+            alive ^= bit
+        return found
+
+    def _follow(
+        self, chain: Sequence[PrefixHash], begin: int, end: int, alive: int, found: list[tuple[int, int]]
+    ) -> int:
+        """Of those that are `alive`, who has all blocks from one up to another; who lacks one is added to `found`."""
         masks = self._masks
-        alive = masks.get(chain[0], 0) if chain else 0
-        if not alive:
-            return found
-        for begin in range(0, len(chain), _AT_ONCE):
-            piece = list(map(masks.get, chain[begin : begin + _AT_ONCE]))
+        for at_once in range(begin, end, _AT_ONCE):
+            until = min(end, at_once + _AT_ONCE)
+            piece = list(map(masks.get, chain[at_once:until]))
             if piece.count(alive) == len(piece):  # nobody ends here, and nobody can begin
                 continue
             for at, mask in enumerate(piece):
@@ -115,16 +151,35 @@ class PrefixIndex:
                 gone = alive ^ still
                 while gone:
                     bit = gone & -gone
-                    found.append((bit, begin + at))
+                    found.append((bit, at_once + at))
                     gone ^= bit
                 alive = still
                 if not alive:
-                    return found
-        while alive:
-            bit = alive & -alive
-            found.append((bit, len(chain)))
-            alive ^= bit
-        return found
+                    return 0
+        return alive
+
+    def _beginning(self, chain: Sequence[PrefixHash], begun: int) -> _Begun:
+        """What `_follow` finds of the first blocks, by looking at what has changed since where that is less."""
+        name, changes = chain[begun - 1], self._changes
+        known = self._begun.get(name)
+        if known is not None:
+            changed = changes.since(known.count, begun // 2)
+            if changed is not None:
+                if known.names is None:
+                    known.names = set(chain[:begun])
+                if known.names.isdisjoint(changed):
+                    known.count = changes.count
+                    return known
+        else:
+            if self._begun_blocks + begun > _MOST_BEGUN:
+                self._begun.clear()
+                self._begun_blocks = 0
+            known = self._begun[name] = _Begun()
+            self._begun_blocks += begun
+        known.count, known.ends = changes.count, []
+        alive = self._masks.get(chain[0], 0)
+        known.alive = self._follow(chain, 0, begun, alive, known.ends) if alive else 0
+        return known
 
     def cap_copies(self, holder: Holder) -> None:
         """Count one copy of a block in each tier and no more, until `holder` is cleared.
@@ -181,7 +236,7 @@ class PrefixIndex:
 
     def _open(self, holder: Holder) -> Holding:
         bit = self._free.pop() if self._free else 1 << len(self._holders)
-        holding = Holding(self.hasher, self._models[holder.worker], Credits(self._masks, bit))
+        holding = Holding(self.hasher, self._models[holder.worker], Credits(self._masks, bit, changes=self._changes))
         self._holdings[holder.worker][holder.rank] = holding
         self._holders[bit] = holder
         return holding

@@ -55,6 +55,7 @@ log: Final = logging.getLogger(__name__)
 
 UNTOLD: Final = Peek()
 
+CHAT: Final = "/v1/chat/completions"
 NAMING_PATHS: Final = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses"})
 """Where engines are told the model, also if the client left out what nobody could mistake."""
 
@@ -149,7 +150,8 @@ class DataPath(Path):
         return launched.launch(self._chooser.choose(turn, turn.began_s), turn.began_s)
 
     def read_now(self, turn: Turn) -> bool:
-        prompt = read_prompt_now(*self._to_read(turn), conversations=self._conversations)
+        recalled, turn.recalled = turn.recalled, None
+        prompt = read_prompt_now(*self._to_read(turn), conversations=self._conversations, recalled=recalled)
         if prompt is None:
             return False
         turn.prompt = prompt
@@ -172,12 +174,19 @@ class DataPath(Path):
     def _read(self, incoming: DataRequest, responder: Responder, keeper: WorkerId | None) -> Turn:
         """What routing needs of a request, but for its prompt's tokens. Raises a `CallerError` or `NoWorker`."""
         began_s = self._clock.time()
-        asked = UNTOLD if not incoming.body and incoming.path.startswith(STORED) else peek(incoming.body)
+        known = self._conversations.recall(incoming.body) if incoming.path == CHAT else None
+        if known is not None:
+            asked = known[0]
+        else:
+            asked = UNTOLD if not incoming.body and incoming.path.startswith(STORED) else peek(incoming.body)
         model = self._model(asked.model, keeper)
         if _needs_name(incoming, asked, model):
             incoming = incoming.changed(body=with_model(incoming.body, model))
-            asked = peek(incoming.body)
-        return self._turn(incoming, responder, keeper, asked, model, began_s)
+            asked, known = peek(incoming.body), None
+        turn = self._turn(incoming, responder, keeper, asked, model, began_s)
+        if known is not None:
+            turn.recalled = known[1]
+        return turn
 
     async def _read_long(self, incoming: DataRequest, responder: Responder, keeper: WorkerId | None) -> Turn:
         """The same, and its prompt, of a body for which the loop does not wait."""

@@ -52,7 +52,7 @@ class Chooser:
         self._in_turn = policy.in_turn
         self._credit = credit
         self._dice = dice
-        self._said: dict[WorkerId, tuple[tuple[bytes, bytes], ...]] = {}
+        self._said: dict[tuple[WorkerId, Rank | None, int | None], tuple[tuple[bytes, bytes], ...]] = {}
 
     def choose(self, turn: Turn, now_s: float) -> Choice:
         if self._in_turn is not None and not turn.explain:
@@ -64,26 +64,26 @@ class Chooser:
     def name(self, turn: Turn, member: Member, choice: Choice) -> None:
         """Note who serves it, and say so in the answer's headers, with what is expected to be cached there."""
         turn.member, turn.rank, turn.match = member, choice.rank, choice.match
-        turn.headers = self._served_by(member.worker)
         if choice.explanation is None:
+            turn.headers = self._served_by(member.worker, None, None)
             return
-        headers = [*turn.headers]
-        if turn.rank is not None:
-            headers.append((b"x-kvherd-rank", b"%d" % turn.rank))
-        if turn.predicted is not None:
-            headers.append((b"x-kvherd-predicted-cached-tokens", b"%d" % turn.predicted))
+        turn.headers = self._served_by(member.worker, turn.rank, turn.predicted)
         if turn.explain:
             turn.explanation = explanation_header(choice.explanation, turn.held_s).encode("latin-1")
-            headers.append((b"x-kvherd-explain", turn.explanation))
-        turn.headers = headers
+            turn.headers = (*turn.headers, (b"x-kvherd-explain", turn.explanation))
 
-    def _served_by(self, worker: WorkerId) -> tuple[tuple[bytes, bytes], ...]:
-        """Always the same one, by which what is written for it is known again."""
-        said = self._said.get(worker)
+    def _served_by(self, worker: WorkerId, rank: Rank | None, predicted: int | None) -> tuple[tuple[bytes, bytes], ...]:
+        """Mostly one that was made before: what is written for it is known again, at once if it is the same object."""
+        said = self._said.get((worker, rank, predicted))
         if said is None:
+            headers = [(b"x-kvherd-worker", worker.encode("latin-1"))]
+            if rank is not None:
+                headers.append((b"x-kvherd-rank", b"%d" % rank))
+            if predicted is not None:
+                headers.append((b"x-kvherd-predicted-cached-tokens", b"%d" % predicted))
             if len(self._said) >= _MOST_SAID:
                 self._said.clear()
-            said = self._said[worker] = ((b"x-kvherd-worker", worker.encode("latin-1")),)
+            said = self._said[worker, rank, predicted] = tuple(headers)
         return said
 
     def nobody(self, turn: Turn, choice: Choice) -> KvherdError:

@@ -15,8 +15,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, NamedTuple, TypeAlias
 
-import msgspec
-
 from kvherd.core.ids import PrefixHash
 from kvherd.core.kv.hashing import TOKEN_BYTES, PrefixHasher, token_bytes
 from kvherd.core.text.calls import ChatCall
@@ -24,23 +22,17 @@ from kvherd.core.text.parity import PromptClass, classes_of, said_by
 from kvherd.core.text.turns import UNREAD, RenderedTurns
 from kvherd.ports.completions import Tokenizer
 from kvherd.services.gateway.encodings import EncodingCache
+from kvherd.services.gateway.frames import FRAMES_BYTES, LOOK, Frames
 from kvherd.services.gateway.plain_turns import LastAsked, PlainTurn, is_plain, last_asked, plain_turn
-from kvherd.wire.openai.conversation import (
-    around_messages,
-    decode_frame,
-    decode_messages,
-    message_starts,
-    split_messages,
-)
-from kvherd.wire.openai.plain_messages import last_message
+from kvherd.wire.openai.conversation import decode_messages, message_starts, split_messages
+from kvherd.wire.openai.plain_messages import PlainMessage, last_message
+from kvherd.wire.openai.routing import Peek, with_messages
 
 LIMIT_BYTES: Final = 64 * 1024 * 1024
-FRAMES_BYTES: Final = 4 * 1024 * 1024
 _OWN_BYTES: Final = 1024
 _BLOCK_BYTES: Final = 4
 """What a beginning costs beside what it holds, and the name of a block for each of its tokens."""
 _TAIL: Final = 32
-_LOOK: Final = 8
 _NAMESPACES: Final = 4
 
 
@@ -99,6 +91,18 @@ class Told(NamedTuple):
     beginning: Beginning
 
 
+class Recalled:
+    """A chat that is known but for the text of its last message. `name`: of its tokenizer and frame; in `key`, too."""
+
+    __slots__ = ("beginning", "key", "last", "name")
+
+    def __init__(self, name: tuple[int, int], key: "_Key", beginning: Beginning, last: PlainMessage) -> None:
+        self.name = name
+        self.key = key
+        self.beginning = beginning
+        self.last = last
+
+
 _Key: TypeAlias = tuple[int, int, int, bytes]
 """Tokenizer, frame, bytes before the next message, the last of them: whoever has the same is compared in full."""
 
@@ -118,28 +122,52 @@ class Conversations:
         self._limit = limit_bytes
         self._bytes = 0
         self._known: OrderedDict[_Key, Beginning] = OrderedDict()
-        self._frames = _Frames(frames_bytes)
+        self._frames = Frames(frames_bytes)
 
-    def read(self, body: bytes, messages: bytes, tokenizer: Tokenizer) -> Told | None:
+    def recall(self, body: bytes) -> tuple[Peek, Recalled] | None:
+        """What `peek` tells of a body, and what `read` is to have of it, without reading what was read before: around
+        its messages, and all of these but the last, stands what stood there in a body that was read as a whole. None if
+        that cannot be told.
+        """
+        known = self._frames.around(body)
+        if known is None:
+            return None
+        around, messages = known
+        found = self._found(around.name, messages)
+        return None if found is None else (with_messages(around.peeked, messages), found)
+
+    def read(self, body: bytes, messages: bytes, tokenizer: Tokenizer, recalled: Recalled | None = None) -> Told | None:
         """The prompt of a chat, whose body has `messages`; None if the whole has to be rendered, or a thread to encode.
 
         Raises a `CallerError` where rendering the whole would.
         """
+        if recalled is not None and recalled.name[0] == id(tokenizer):
+            told = self._told_at_once(recalled, tokenizer)
+            if told is not None:
+                return told
         ahead = tokenizer.turns_ahead
         frame = None if ahead is None else self._frames.of(body, messages)
         if ahead is None or frame is None:
             return None
         name = id(tokenizer), frame.number
-        told = self._told_at_once(name, messages, tokenizer)
+        found = self._found(name, messages)
+        told = None if found is None else self._told_at_once(found, tokenizer)
         if told is not None:
+            self._frames.note(name, body, messages)
             return told
+        return self._read_from(name, ahead, frame.call, messages, tokenizer)
+
+    def _read_from(
+        self, name: tuple[int, int], ahead: int, frame: ChatCall, messages: bytes, tokenizer: Tokenizer
+    ) -> Told | None:
+        """`read`, from the longest beginning on that is known."""
         raw = split_messages(messages)
         if not raw:
             return None
         begins = message_starts(raw, messages)
         known = self._longest(name, begins, messages)
         fresh = decode_messages(raw, begin=known.count)
-        call = _call(frame.call, known, fresh)
+        call = _call(frame, known, fresh)
         rendered = _rendered(tokenizer, call, known)
         first = len(raw) - len(rendered.turns) if rendered is not None else 0
         if rendered is None or (known.count and (known.opening, known.turns) != (rendered.opening, first)):
@@ -174,23 +202,25 @@ class Conversations:
             self._expect(tokenizer, call, told)
         return told
 
-    def _told_at_once(self, name: tuple[int, int], messages: bytes, tokenizer: Tokenizer) -> Told | None:
+    def _found(self, name: tuple[int, int], messages: bytes) -> Recalled | None:
         """Where nothing but the text of the last message is new, and one like it was read before."""
         begin = messages.find(b"{")
-        at = messages.rfind(messages[begin : begin + _LOOK])  # as the first message begins
+        at = messages.rfind(messages[begin : begin + LOOK])
         key = _key(name, at, messages)
         known = self._known.get(key)
         if known is None or not known.asked or not messages.startswith(known.prefix):
             return None
         last = last_message(messages[at:])
-        asked = None if last is None else known.asked.get(last.role)
-        if last is None or asked is None:
+        return None if last is None else Recalled(name, key, known, last)
+
+    def _told_at_once(self, found: Recalled, tokenizer: Tokenizer) -> Told | None:
+        asked = found.beginning.asked.get(found.last.role)
+        token_ids = None if asked is None else asked.token_ids(found.last.content, tokenizer, self._encodings)
+        if asked is None or token_ids is None:
             return None
-        token_ids = asked.token_ids(last.content, tokenizer, self._encodings)
-        if token_ids is None:
-            return None
-        self._known.move_to_end(key)
-        return Told(token_ids, asked.classes, known)
+        if found.key in self._known:
+            self._known.move_to_end(found.key)
+        return Told(token_ids, asked.classes, found.beginning)
 
     def _expect(self, tokenizer: Tokenizer, call: ChatCall, told: Told) -> None:
         """The beginning of this call may be asked something else again."""
@@ -240,53 +270,6 @@ class Conversations:
         self._known[key] = known
         while self._bytes > self._limit:
             self._bytes -= self._known.popitem(last=False)[1].size_bytes
-
-
-class _Frame(NamedTuple):
-    """All of a call but its messages. `number`: equal ones have the same."""
-
-    number: int
-    call: ChatCall
-
-
-class _Frames:
-    """Frames by what stands around the messages in a body: the same for all turns of most conversations."""
-
-    def __init__(self, limit_bytes: int) -> None:
-        self._limit = limit_bytes
-        self._known: OrderedDict[tuple[bytes, bytes], _Frame | None] = OrderedDict()
-        self._known_bytes = 0
-        self._numbers: OrderedDict[bytes, _Frame] = OrderedDict()
-        self._numbers_bytes = 0
-        self._next = 0
-
-    def of(self, body: bytes, messages: bytes) -> _Frame | None:
-        around = around_messages(body, messages)
-        if around is None:
-            return None
-        if around in self._known:
-            return self._known[around]
-        call = decode_frame(around)
-        frame = self._known[around] = None if call is None else self._numbered(call)
-        self._known_bytes += len(around[0]) + len(around[1]) + _OWN_BYTES
-        while self._known_bytes > self._limit:
-            (head, tail), _ = self._known.popitem(last=False)
-            self._known_bytes -= len(head) + len(tail) + _OWN_BYTES
-        return frame
-
-    def _numbered(self, call: ChatCall) -> _Frame:
-        """Many fields of a body change nothing in its prompt: bodies come and go, and beginnings stay."""
-        changing = msgspec.json.encode([call.tools, call.template_args, call.add_generation_prompt])
-        frame = self._numbers.get(changing)
-        if frame is not None:
-            self._numbers.move_to_end(changing)
-            return frame
-        frame = self._numbers[changing] = _Frame(self._next, call)
-        self._next += 1
-        self._numbers_bytes += len(changing) + _OWN_BYTES
-        while self._numbers_bytes > self._limit:
-            self._numbers_bytes -= len(self._numbers.popitem(last=False)[0]) + _OWN_BYTES
-        return frame
 
 
 def _call(frame: ChatCall, known: Beginning, fresh: Sequence[tuple[dict[str, Any], bool]]) -> ChatCall:

@@ -155,7 +155,8 @@ class Credit:
             if one.block_size == block_size and one.model == model and one.lora == lora and one.bigrams == bigrams:
                 return one
         chain = prompt.chain(self._index.hasher, model, block_size, lora=lora, bigrams=bigrams)
-        one = _Named(model, block_size, lora, bigrams, chain, self._index.match_workers(chain))
+        begun = min(len(chain), prompt.begun(block_size, bigrams=bigrams))
+        one = _Named(model, block_size, lora, bigrams, chain, self._index.match_workers(chain, begun))
         named.append(one)
         return one
 

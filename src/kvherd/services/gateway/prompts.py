@@ -10,7 +10,7 @@ from kvherd.core.kv.bigrams import bigram_keys
 from kvherd.core.kv.hashing import TOKEN_BYTES, PrefixHasher, token_bytes
 from kvherd.core.text.parity import PromptClass, classes_of, classify, said_by
 from kvherd.ports.completions import Tokenizer
-from kvherd.services.gateway.conversations import Beginning, Conversations
+from kvherd.services.gateway.conversations import Beginning, Conversations, Recalled
 from kvherd.services.gateway.encodings import EncodingCache
 from kvherd.wire.long_lists import Cut
 from kvherd.wire.openai.prompts import decode_chat_prompt, decode_completion_prompts, decode_generate_prompts
@@ -86,6 +86,12 @@ class Prompt:
             self._chains[model, lora, block_size, bigrams] = known
         return known
 
+    def begun(self, block_size: int, *, bigrams: bool) -> int:
+        """How many leading blocks of `chain` are of messages that were read before, and are likely to come again."""
+        if self.beginning is None or bigrams or block_size <= 0:
+            return 0
+        return len(self.beginning.tokens) // block_size
+
     def text_chain(self, hasher: PrefixHasher, model: str, *, lora: str | None = None) -> list[PrefixHash]:
         """Name pieces of its text, for workers of which only what they were sent is known."""
         known = self._chains.get((model, lora, 0, False))
@@ -117,13 +123,14 @@ async def read_prompt(
     cache: EncodingCache,
     *,
     conversations: Conversations | None = None,
+    recalled: Recalled | None = None,
 ) -> Prompt:
     """Read the prompt of a body, tokenized where a tokenizer is given and the path is known.
 
     One with a field that changes it in a way not known here is not tokenized. Raises nothing for a body that it cannot
     read in full: the worker knows more dialects, and says what is wrong.
     """
-    now = read_prompt_now(path, body, peeked, tokenizer, cache, conversations=conversations)
+    now = read_prompt_now(path, body, peeked, tokenizer, cache, conversations=conversations, recalled=recalled)
     if now is not None or tokenizer is None:
         return now or _untold(path, body, peeked)
     prompt = _untold(path, body, peeked)
@@ -144,6 +151,7 @@ def read_prompt_now(
     cache: EncodingCache,
     *,
     conversations: Conversations | None = None,
+    recalled: Recalled | None = None,
 ) -> Prompt | None:
     """The same, but None where so much fresh text is to be encoded that a thread should do it."""
     prompt = _untold(path, body, peeked)
@@ -151,7 +159,7 @@ def read_prompt_now(
         return prompt
     try:
         if conversations is not None and path in _RENDERED:
-            told = conversations.read(body, prompt.text, tokenizer)
+            told = conversations.read(body, prompt.text, tokenizer, recalled)
             if told is not None:
                 prompt.token_ids, prompt.classes, prompt.beginning = told
                 return prompt

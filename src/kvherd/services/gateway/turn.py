@@ -9,6 +9,7 @@ from kvherd.core.fleet.under_way import UnderWay
 from kvherd.core.ids import Rank, RequestId, WorkerId
 from kvherd.ports.completions import Usage
 from kvherd.services.gateway.audit import Trial
+from kvherd.services.gateway.conversations import Recalled
 from kvherd.services.gateway.credit import NO_MATCH, Match
 from kvherd.services.gateway.prompts import Prompt
 from kvherd.services.gateway.relay.edge import DataRequest
@@ -44,6 +45,7 @@ class Turn:
         "outcome",
         "prompt",
         "rank",
+        "recalled",
         "request",
         "sampled",
         "sent_at_s",
@@ -76,6 +78,7 @@ class Turn:
         self.prompt = prompt
         self.witness = witness
         self.began_s = began_s
+        self.recalled: Recalled | None = None  # what was found of its prompt, until that is read
         self.explain = False
         self.wanted_rank: Rank | None = None
         """That the client named."""
@@ -96,9 +99,8 @@ class Turn:
         self.trial: Trial | None = None
         self.sampled = False
         """The gateway asks for the usage, and the client does not."""
-        self.held_s = 0.0
-        """How long it waited for a worker to have room."""
-        self.sent_at_s = 0.0
+        self.held_s = self.sent_at_s = 0.0
+        """How long it waited for a worker to have room, and when it was sent."""
         self.uncached, self.ahead_tokens = 0, 0.0
         self.there: UnderWay | None = None
         """The try that was begun last, as its worker's member has it."""

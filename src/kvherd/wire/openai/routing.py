@@ -56,6 +56,23 @@ def peek(body: bytes) -> Peek:
         raise body_not_json(body, error) from None
 
 
+def peek_around(before: bytes, behind: bytes, unlikely: bytes) -> Peek | None:
+    """What `peek` tells of a body whose messages, whatever they are, stand between these two; None if they do not.
+
+    `unlikely` is a word that no client can know.
+    """
+    mark = b'["%b"]' % unlikely
+    try:
+        peeked = peek(before + mark + behind)
+    except (BodyNotJson, FieldInvalid):
+        return None
+    return peeked if bytes(peeked.messages) == mark else None
+
+
+def with_messages(peeked: Peek, messages: bytes) -> Peek:
+    return msgspec.structs.replace(peeked, messages=msgspec.Raw(messages))
+
+
 def _invalid(body: bytes, words: str) -> FieldInvalid | BodyNotJson:
     problem, at, path = words.partition(" - at `$.")
     if not at and problem.startswith("Expected `object`"):

@@ -49,6 +49,8 @@ _USUAL_TOKENS: Final = frozenset({b"keep-alive", b"close", b"upgrade"})
 _FRAMING: Final = frozenset({b"content-length", b"content-type", b"transfer-encoding"})
 _BODYLESS: Final = frozenset({204, 304})
 _MOST_PADDING: Final = 8  # some clients read at most so many digits of a chunk's size, and sixteen are enough for all
+_MOST_SAID: Final = 1024
+_MOST_SAID_BYTES: Final = 256
 CONTINUE: Final = b"HTTP/1.1 100 Continue\r\n\r\n"
 _WITHOUT_LENGTH: Final = -1
 
@@ -60,7 +62,7 @@ class HeaderUnsafe(ValueError):
 class _Noted:
     """What is written for a block of headers. Not `plain`: nothing can be said without the whole message."""
 
-    __slots__ = ("_lines", "_more", "_status", "head", "plain", "sse")
+    __slots__ = ("_begin", "_lines", "_more", "_status", "head", "plain", "sse")
 
     def __init__(self, block: Block) -> None:
         self.plain = {name for name, _ in block.headers}.isdisjoint(_NEEDS_THE_WHOLE)
@@ -68,24 +70,46 @@ class _Noted:
         self._lines = block.lines(_OF_THE_CONNECTION)
         self._status = 0
         self._more: tuple[Header, ...] = ()
-        self.head = b""
+        self._begin = self.head = b""
         """The beginning of an answer with these headers, the status and the other headers asked for last."""
 
     def knows(self, status: int, more: tuple[Header, ...]) -> bool:
         """Whether `head` begins an answer of this status with `more` headers, which are the same again and again.
         Raises `HeaderUnsafe`.
         """
-        if status == self._status and more is self._more:
-            return True
-        parts = [_STATUS_LINES.get(status) or b"HTTP/1.1 %d \r\n" % status, self._lines]
-        for name, value in more:
-            if name in _NOTABLE:
-                return False
-            parts += (name, b": ", value, b"\r\n")
-        head = b"".join(parts)
-        _check_lines(head, self._lines.count(b"\n") + len(more) + 1)
-        self._status, self._more, self.head = status, more, head
+        if status == self._status:
+            if more is self._more:
+                return True
+        else:
+            begin = (_STATUS_LINES.get(status) or b"HTTP/1.1 %d \r\n" % status) + self._lines
+            _check_lines(begin, self._lines.count(b"\n") + 1)
+            self._status, self._begin = status, begin
+            self._more, self.head = (), begin
+        lines = _said.get(more) or _say(more)
+        if not lines and more:
+            return False
+        self._more, self.head = more, self._begin + lines
         return True
+
+
+_said: Final[dict[tuple[Header, ...], bytes]] = {}
+"""Headers that the gateway added lately, as they are sent: of most answers the same few."""
+
+
+def _say(more: tuple[Header, ...]) -> bytes:
+    """Nothing if they cannot be written behind others as they are. Raises `HeaderUnsafe`."""
+    parts: list[bytes] = []
+    for name, value in more:
+        if name in _NOTABLE:
+            return b""
+        parts += (name, b": ", value, b"\r\n")
+    lines = b"".join(parts)
+    _check_lines(lines, len(more))
+    if len(lines) <= _MOST_SAID_BYTES:
+        if len(_said) >= _MOST_SAID:
+            _said.clear()
+        _said[more] = lines
+    return lines
 
 
 class ConnectionResponder:
