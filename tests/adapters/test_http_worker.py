@@ -376,6 +376,19 @@ async def test_a_busy_worker_says_when_to_come_again(told: str, retry_after_s: i
         assert caught.value.retry_after_s == retry_after_s
 
 
+async def test_who_does_not_accept_our_key_is_no_matter_of_the_client() -> None:
+    """Without a key of ours it is the client's own that was shown, and its 401 is told to him."""
+    async with RawServer(saying(said({"error": "Unauthorized"}, "401 Unauthorized"))) as server:
+        responder = FakeResponder()
+        async with worker_at(server.url, api_key="old") as worker:
+            with pytest.raises(WorkerLocked, match="does not accept the API key"):
+                await worker.forward(call(), responder)
+        assert not responder.started
+        async with worker_at(server.url) as worker:
+            await worker.forward(call(), responder)
+        assert responder.status == 401
+
+
 async def test_any_other_answer_is_the_clients() -> None:
     async with RawServer(saying(said({"error": 1}, "400 Bad Request"))) as server, worker_at(server.url) as worker:
         responder = FakeResponder()

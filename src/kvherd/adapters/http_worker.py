@@ -18,6 +18,7 @@ from kvherd.core.errors import (
     OptionInvalid,
     WorkerError,
     WorkerFailed,
+    WorkerLocked,
     WorkerRefused,
     WorkerUnreachable,
     WorkerUnsupported,
@@ -62,6 +63,7 @@ _NOT_FORWARDED: Final = frozenset(
 _BAD_GATEWAY: Final = 502
 _BUSY: Final = 503
 _ANOTHER_MAY_SERVE: Final = frozenset({_BAD_GATEWAY, _BUSY, 504})
+_UNAUTHORIZED: Final = 401
 _LONGEST_RETRY_S: Final = 3600
 _STATEFUL: Final[tuple[str, ...]] = ("/v1/responses", "/v1/conversations")
 _REASON_BYTES: Final = 64 * 1024
@@ -98,14 +100,19 @@ class HttpWorker:
     def id(self) -> WorkerId:
         return self._id
 
+    @property
+    def shows_key(self) -> bool:
+        """It has a key of ours, in place of the client's."""
+        return bool(self._auth_line)
+
     async def detect(self) -> WorkerFacts:
         self._facts = await detect(self._id, self._asker, self._address)
         return self._facts
 
     async def forward(self, call: Call, responder: Responder) -> None:
         """An answer of 502, 503 or 504 is raised, since another worker may do better: the first as `WorkerFailed`, for
-        it is a proxy's that cannot reach the engine, the second as `WorkerBusy`, the third as `WorkerRefused`. Any
-        other is the client's, byte for byte.
+        it is a proxy's that cannot reach the engine, the second as `WorkerBusy`, the third as `WorkerRefused`; and one
+        of 401 as `WorkerLocked`, where it is our key that it does not accept. Any other is the client's, byte for byte.
         """
         call = self._at_rank(call)
         relayed = _Relayed(self, call, responder)
@@ -294,7 +301,7 @@ class _Relayed:
         self.landed(outcome)
 
     def head(self, status: int, headers: Sequence[Header]) -> None:
-        if status in _ANOTHER_MAY_SERVE:
+        if status in _ANOTHER_MAY_SERVE or (status == _UNAUTHORIZED and self._worker.shows_key):
             self._refused_status = status
             self._retry_after = first(headers, b"retry-after") or b""
             return
@@ -347,6 +354,8 @@ class _Relayed:
     def _refused(self, worker: WorkerId, reason: str) -> WorkerError:
         if self._refused_status == _BAD_GATEWAY:
             return WorkerFailed(worker, reason)
+        if self._refused_status == _UNAUTHORIZED:
+            return WorkerLocked(worker, _UNAUTHORIZED, shown=True)
         if self._refused_status != _BUSY:
             return WorkerRefused(worker, reason)
         told = self._retry_after.strip()  # a date is left out
