@@ -22,7 +22,7 @@ from pathlib import Path
 from kvherd.adapters.http_worker import HttpWorker
 from kvherd.core.fleet.fanout import FanoutReport, Outcome
 from kvherd.core.ids import WorkerId
-from kvherd.services.gateway.orders import GRACE_S, UNHEEDED, Addressee, flush_fleet
+from kvherd.services.gateway.fleet.orders import GRACE_S, UNHEEDED, Addressee, flush_fleet
 
 OUT = Path(__file__).parent / "out" / "fanout.json"
 GOAL = 1.05

@@ -51,8 +51,8 @@ from kvherd.core.kv.events import KvEventBatch, SnapshotChunk
 from kvherd.core.kv.hashing import PrefixHasher, prefix_chain
 from kvherd.core.kv.index import Holder, PrefixIndex
 from kvherd.ports.kv_feed import KvFeed
-from kvherd.services.gateway.follow import Followers
-from kvherd.services.gateway.follow_stream import Following
+from kvherd.services.gateway.following.follow import Followers
+from kvherd.services.gateway.following.follow_stream import Following
 from kvherd.services.kv_relay.direct import DirectKvFeed
 from kvherd.services.kv_relay.event_streams import EventStreams
 from kvherd.services.kv_relay.grpc_edge import refuse

@@ -27,8 +27,8 @@ from kvherd.core.ids import RequestId, WorkerId
 from kvherd.core.routing.candidate import Ask, KvKnowledge
 from kvherd.core.routing.late import LateBounds, least_prefill_s
 from kvherd.core.routing.policy import Explanation, make_policy
-from kvherd.services.gateway.admission import Admission, Gate
 from kvherd.services.gateway.settings import AdmissionBounds
+from kvherd.services.gateway.waiting.admission import Admission, Gate
 from kvherd.testing.virtual_time import virtual_time
 
 OUT = Path(__file__).parent / "out" / "late_binding.json"

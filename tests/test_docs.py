@@ -98,7 +98,7 @@ def routes(file: str) -> set[str]:
 @pytest.mark.parametrize(
     "file",
     [
-        "src/kvherd/services/gateway/admin.py",
+        "src/kvherd/services/gateway/doors/admin.py",
         "src/kvherd/services/servicer/http_app.py",
         "src/kvherd/services/servicer/operator_door.py",
     ],

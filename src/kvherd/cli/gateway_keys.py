@@ -10,7 +10,7 @@ import typer
 from kvherd.cli import panels
 from kvherd.cli.gateway_client import ADMIN_KEY
 from kvherd.core.errors import OptionInvalid
-from kvherd.services.gateway.small_files import read_small
+from kvherd.services.gateway.fleet.small_files import read_small
 
 log = logging.getLogger(__name__)
 

@@ -21,10 +21,10 @@ from kvherd.cli.worker_words import worker_spec
 from kvherd.core.errors import OptionInvalid
 from kvherd.core.fleet.host_names import checked_host_name, is_loopback
 from kvherd.ports.loop_turn import LoopTurn
-from kvherd.services.gateway.chat import PathConfig
-from kvherd.services.gateway.fleet_edges import FleetConfig
+from kvherd.services.gateway.fleet.fleet_edges import FleetConfig
 from kvherd.services.gateway.gateway import Gateway, GatewayConfig
 from kvherd.services.gateway.settings import Bounds, ProbeBounds
+from kvherd.services.gateway.turns.chat import PathConfig
 
 log = logging.getLogger(__name__)
 

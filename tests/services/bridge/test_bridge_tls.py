@@ -22,7 +22,7 @@ from kvherd.core.kv.stream import StreamBroken
 from kvherd.services.bridge.bridge import Bridge, BridgeConfig
 from kvherd.services.bridge.flushes import Flushes
 from kvherd.services.bridge.http_front import HttpFront
-from kvherd.services.gateway.follow import Followers, FollowOptions
+from kvherd.services.gateway.following.follow import Followers, FollowOptions
 from kvherd.services.kv_relay.event_streams import EventStreams
 from kvherd.services.kv_relay.relay import KvRelay, RelayOptions
 from kvherd.services.tls.certificates import CertificateWatch

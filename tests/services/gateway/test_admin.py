@@ -16,11 +16,11 @@ from kvherd.core.ids import Epoch, Rank, RequestId, WorkerId
 from kvherd.core.text.parity import Agreement, Finding, PromptClass
 from kvherd.ports.completions import Tokenizer
 from kvherd.ports.worker import ProfileAnswer, RankOutcome, WorkerFacts, WorkerKind, WorkerLoad
-from kvherd.services.gateway.admin import build_app
-from kvherd.services.gateway.console import Console
-from kvherd.services.gateway.fleet import Fleet
+from kvherd.services.gateway.doors.admin import build_app
+from kvherd.services.gateway.doors.console import Console
+from kvherd.services.gateway.fleet.fleet import Fleet
+from kvherd.services.gateway.fleet.orders import UNHEEDED
 from kvherd.services.gateway.metrics import GatewayMetrics
-from kvherd.services.gateway.orders import UNHEEDED
 from kvherd.testing.kv_feeds import NoFollowing
 from kvherd.testing.tokenizer import ByteTokenizer
 from kvherd.testing.workers import HOURS, FakeWorker, cannot_flush, refusing_ranks

@@ -10,7 +10,7 @@ import pytest
 from kvherd.core.errors import OptionInvalid
 from kvherd.core.fleet.keyring import DataKey, key_digest
 from kvherd.core.fleet.spec import ConfigInvalid
-from kvherd.services.gateway.config_file import ConfigFile
+from kvherd.services.gateway.fleet.config_file import ConfigFile
 from kvherd.testing.raw_http import until
 from kvherd.wire.gateway_toml import GatewayFile
 

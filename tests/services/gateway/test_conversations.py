@@ -19,9 +19,9 @@ from kvherd.core.kv.hashing import PrefixHasher
 from kvherd.core.text.calls import ChatCall
 from kvherd.core.text.turns import RenderedTurns
 from kvherd.ports.completions import Tokenizer
-from kvherd.services.gateway.conversations import Conversations
-from kvherd.services.gateway.encodings import EncodingCache
-from kvherd.services.gateway.prompts import Prompt, read_prompt_now
+from kvherd.services.gateway.reading.conversations import Conversations
+from kvherd.services.gateway.reading.encodings import EncodingCache
+from kvherd.services.gateway.reading.prompts import Prompt, read_prompt_now
 from kvherd.testing.chat_templates import LAST_QUESTION, SPLIT
 from kvherd.testing.tokenizer import ByteTokenizer
 from kvherd.wire.openai.routing import Peek, peek

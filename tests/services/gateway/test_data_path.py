@@ -44,16 +44,16 @@ from kvherd.core.text.calls import ChatCall
 from kvherd.ports.completions import Tokenizer, Usage
 from kvherd.ports.kv_feed import KvFeed
 from kvherd.ports.worker import Call, Responder, WorkerFacts, WorkerKind, WorkerLoad
-from kvherd.services.gateway import chat
-from kvherd.services.gateway.audit import Audit
-from kvherd.services.gateway.chat import DataPath, PathConfig
-from kvherd.services.gateway.credit import Credit
-from kvherd.services.gateway.fleet import Fleet
-from kvherd.services.gateway.follow_stream import Following
+from kvherd.services.gateway.fleet.fleet import Fleet
+from kvherd.services.gateway.following.follow_stream import Following
+from kvherd.services.gateway.following.standing import Standing
 from kvherd.services.gateway.metrics import GatewayMetrics
 from kvherd.services.gateway.relay.edge import DataRequest
 from kvherd.services.gateway.settings import Bounds, HealMode
-from kvherd.services.gateway.standing import Standing
+from kvherd.services.gateway.turns import chat
+from kvherd.services.gateway.turns.audit import Audit
+from kvherd.services.gateway.turns.chat import DataPath, PathConfig
+from kvherd.services.gateway.turns.credit import Credit
 from kvherd.testing.tokenizer import ByteTokenizer
 from kvherd.testing.workers import FakeResponder, FakeWorker
 

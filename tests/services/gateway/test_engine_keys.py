@@ -17,7 +17,7 @@ from kvherd.core.fleet.spec import ConfigInvalid, WorkerSpec
 from kvherd.core.ids import Epoch, Rank
 from kvherd.ports.completions import Tokenizer
 from kvherd.ports.kv_feed import FeedItem, Subscribed
-from kvherd.services.gateway.fleet_edges import FleetConfig
+from kvherd.services.gateway.fleet.fleet_edges import FleetConfig
 from kvherd.services.gateway.gateway import Gateway, GatewayConfig
 from kvherd.services.gateway.settings import ProbeBounds
 from kvherd.testing.kv_feeds import OpenFeed

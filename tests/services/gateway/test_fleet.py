@@ -15,8 +15,8 @@ from kvherd.core.ids import RequestId, WorkerId
 from kvherd.ports.completions import Tokenizer
 from kvherd.ports.kv_feed import EventSource, KvFeed
 from kvherd.ports.worker import WorkerFacts, WorkerKind, WorkerLoad
-from kvherd.services.gateway.fleet import Fleet
-from kvherd.services.gateway.fleet_edges import FleetConfig
+from kvherd.services.gateway.fleet.fleet import Fleet
+from kvherd.services.gateway.fleet.fleet_edges import FleetConfig
 from kvherd.services.gateway.settings import ProbeBounds
 from kvherd.testing.interrupted import interrupted
 from kvherd.testing.tokenizer import ByteTokenizer

@@ -27,7 +27,7 @@ from kvherd.core.kv.stream import (
 )
 from kvherd.core.routing.candidate import KvKnowledge
 from kvherd.ports.kv_feed import FeedItem, Subscribed
-from kvherd.services.gateway.follow import Followers
+from kvherd.services.gateway.following.follow import Followers
 from kvherd.testing.kv_feeds import OpenFeed
 
 ANN, BOB, RANK = WorkerId("ann"), WorkerId("bob"), Rank(0)

@@ -17,7 +17,7 @@ from kvherd.core.kv.events import BlocksRemoved, BlocksStored, CacheCleared
 from kvherd.core.kv.hashing import PrefixHasher, prefix_chain
 from kvherd.core.kv.index import Holder, PrefixIndex
 from kvherd.core.kv.reactions import FollowState
-from kvherd.services.gateway.follow import Followers, FollowOptions
+from kvherd.services.gateway.following.follow import Followers, FollowOptions
 from kvherd.services.kv_relay.event_streams import EventStreams
 from kvherd.services.kv_relay.grpc_edge import Context, rpc
 from kvherd.services.kv_relay.relay import KvRelay, RelayOptions

@@ -8,9 +8,9 @@ from kvherd.core.errors import FieldInvalid, KvherdError
 from kvherd.core.fleet.refusals import DeadlinePassed, GatewayBusy, WaitedInVain
 from kvherd.core.ids import RequestId
 from kvherd.ports.worker import Responder
-from kvherd.services.gateway.admission import Admission, AdmittedPath
 from kvherd.services.gateway.relay.edge import DataRequest
 from kvherd.services.gateway.settings import AdmissionBounds
+from kvherd.services.gateway.waiting.admission import Admission, AdmittedPath
 from kvherd.testing.workers import FakeResponder
 from kvherd.wire.status import status_of
 

@@ -17,11 +17,11 @@ from kvherd.core.fleet.spec import WorkerSpec
 from kvherd.core.ids import WorkerId
 from kvherd.ports.completions import Tokenizer
 from kvherd.ports.worker import WorkerFacts, WorkerKind
-from kvherd.services.gateway.console import Console
-from kvherd.services.gateway.fleet import Fleet
-from kvherd.services.gateway.grpc import GatewayGrpc
+from kvherd.services.gateway.doors.console import Console
+from kvherd.services.gateway.doors.grpc import GatewayGrpc
+from kvherd.services.gateway.fleet.fleet import Fleet
+from kvherd.services.gateway.fleet.orders import UNHEEDED
 from kvherd.services.gateway.metrics import GatewayMetrics
-from kvherd.services.gateway.orders import UNHEEDED
 from kvherd.testing.kv_feeds import NoFollowing
 from kvherd.testing.raw_http import until
 from kvherd.testing.tokenizer import ByteTokenizer

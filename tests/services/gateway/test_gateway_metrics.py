@@ -16,10 +16,10 @@ from kvherd.core.fleet.roster import Member, Roster
 from kvherd.core.fleet.truth import Verdict
 from kvherd.core.ids import RequestId, WorkerId
 from kvherd.ports.completions import Usage
-from kvherd.services.gateway.access import AccessLog
-from kvherd.services.gateway.admission import Admission
 from kvherd.services.gateway.metrics import MOST_GONE, GatewayMetrics
 from kvherd.services.gateway.relay.edge import DataRequest
+from kvherd.services.gateway.turns.access import AccessLog
+from kvherd.services.gateway.waiting.admission import Admission
 from kvherd.wire.fleet_json import KvView
 
 DOCS = Path(__file__).parents[3] / "docs"

@@ -13,10 +13,10 @@ from kvherd.core.fleet.spec import WorkerSpec
 from kvherd.core.ids import RequestId, WorkerId
 from kvherd.ports.completions import Tokenizer
 from kvherd.ports.worker import FlushAnswer, WorkerFacts, WorkerKind, WorkerLoad
-from kvherd.services.gateway.fleet import Fleet
-from kvherd.services.gateway.heal import IdleFlushes
+from kvherd.services.gateway.fleet.fleet import Fleet
+from kvherd.services.gateway.fleet.orders import UNHEEDED
 from kvherd.services.gateway.metrics import GatewayMetrics
-from kvherd.services.gateway.orders import UNHEEDED
+from kvherd.services.gateway.turns.heal import IdleFlushes
 from kvherd.testing.kv_feeds import NoFollowing
 from kvherd.testing.tokenizer import ByteTokenizer
 from kvherd.testing.workers import FakeWorker

@@ -19,9 +19,9 @@ from kvherd.ports.kv_feed import EventSource, KvFeed
 from kvherd.services.bridge.bridge import Bridge, BridgeConfig
 from kvherd.services.bridge.flushes import Flushes
 from kvherd.services.bridge.http_front import HttpFront
-from kvherd.services.gateway.chat import PathConfig
 from kvherd.services.gateway.gateway import Gateway, GatewayConfig
 from kvherd.services.gateway.settings import HealMode
+from kvherd.services.gateway.turns.chat import PathConfig
 from kvherd.services.kv_relay.direct import DirectKvFeed
 from kvherd.services.kv_relay.event_streams import EventStreams
 from kvherd.services.kv_relay.relay import KvRelay, RelayOptions

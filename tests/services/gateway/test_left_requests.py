@@ -22,19 +22,19 @@ from kvherd.core.routing.late import LateBounds
 from kvherd.core.routing.policy import make_policy
 from kvherd.ports.completions import Tokenizer
 from kvherd.ports.worker import Call, Flight, Responder, WorkerFacts, WorkerKind
-from kvherd.services.gateway.access import AccessLog
-from kvherd.services.gateway.admission import Admission, AdmittedPath
-from kvherd.services.gateway.audit import Audit
-from kvherd.services.gateway.chat import DataPath
-from kvherd.services.gateway.credit import Credit
-from kvherd.services.gateway.fleet import Fleet
-from kvherd.services.gateway.follow_stream import Following
-from kvherd.services.gateway.keyed import KeyedPath
-from kvherd.services.gateway.late_binding import LateBinding
+from kvherd.services.gateway.fleet.fleet import Fleet
+from kvherd.services.gateway.following.follow_stream import Following
+from kvherd.services.gateway.following.standing import Standing
 from kvherd.services.gateway.metrics import GatewayMetrics
 from kvherd.services.gateway.relay.edge import DataRequest
 from kvherd.services.gateway.settings import AdmissionBounds
-from kvherd.services.gateway.standing import Standing
+from kvherd.services.gateway.turns.access import AccessLog
+from kvherd.services.gateway.turns.audit import Audit
+from kvherd.services.gateway.turns.chat import DataPath
+from kvherd.services.gateway.turns.credit import Credit
+from kvherd.services.gateway.turns.keyed import KeyedPath
+from kvherd.services.gateway.turns.late_binding import LateBinding
+from kvherd.services.gateway.waiting.admission import Admission, AdmittedPath
 from kvherd.testing.interrupted import interrupted
 from kvherd.testing.kv_feeds import NoFollowing
 from kvherd.testing.patience import until

@@ -9,10 +9,10 @@ import pytest
 
 from kvherd.core.errors import BodyNotJson, PromptTooLong
 from kvherd.core.kv.hashing import PrefixHasher
-from kvherd.services.gateway.credit import Naming
-from kvherd.services.gateway.encodings import EncodingCache
-from kvherd.services.gateway.long_bodies import LongBodies
-from kvherd.services.gateway.prompts import Prompt, read_prompt
+from kvherd.services.gateway.reading.encodings import EncodingCache
+from kvherd.services.gateway.reading.prompts import Prompt, read_prompt
+from kvherd.services.gateway.turns.credit import Naming
+from kvherd.services.gateway.turns.long_bodies import LongBodies
 from kvherd.testing.patience import until
 from kvherd.testing.tokenizer import ByteTokenizer
 from kvherd.wire.openai.routing import peek

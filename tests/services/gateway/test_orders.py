@@ -10,7 +10,7 @@ from kvherd.core.errors import WorkerError, WorkerFailed, WorkerRefused, WorkerU
 from kvherd.core.fleet.fanout import FanoutReport, Outcome
 from kvherd.core.ids import WorkerId
 from kvherd.ports.worker import FlushAnswer
-from kvherd.services.gateway.orders import UNHEEDED, Addressee, flush_fleet
+from kvherd.services.gateway.fleet.orders import UNHEEDED, Addressee, flush_fleet
 from kvherd.testing.workers import HOURS, FakeWorker, cannot_flush, refusing_ranks
 
 ANN, BOB, CAT = WorkerId("http://ann"), WorkerId("http://bob"), WorkerId("grpc://cat")

@@ -21,15 +21,15 @@ from kvherd.core.routing.candidate import KvKnowledge
 from kvherd.core.text.parity import Agreement, PromptClass
 from kvherd.ports.completions import Tokenizer
 from kvherd.ports.worker import WorkerFacts, WorkerKind
-from kvherd.services.gateway.credit import Credit
-from kvherd.services.gateway.encodings import EncodingCache
-from kvherd.services.gateway.fleet import Fleet
-from kvherd.services.gateway.fleet_edges import FleetConfig
-from kvherd.services.gateway.follow_stream import Following
-from kvherd.services.gateway.parity import FIRST_PAUSE_S, PROBE_S, compare, counted
-from kvherd.services.gateway.prompts import read_prompt
+from kvherd.services.gateway.fleet.fleet import Fleet
+from kvherd.services.gateway.fleet.fleet_edges import FleetConfig
+from kvherd.services.gateway.following.follow_stream import Following
+from kvherd.services.gateway.following.standing import Standing
+from kvherd.services.gateway.reading.encodings import EncodingCache
+from kvherd.services.gateway.reading.parity import FIRST_PAUSE_S, PROBE_S, compare, counted
+from kvherd.services.gateway.reading.prompts import read_prompt
 from kvherd.services.gateway.settings import ProbeBounds
-from kvherd.services.gateway.standing import Standing
+from kvherd.services.gateway.turns.credit import Credit
 from kvherd.testing.tokenizer import ByteTokenizer
 from kvherd.testing.workers import FakeWorker
 from kvherd.wire.openai.requests import decode_chat

@@ -10,13 +10,13 @@ from kvherd.core.errors import WorkerFailed
 from kvherd.core.fleet.keyring import DataKey, KeyLimitReached, KeyLimits, Keyring, key_digest
 from kvherd.core.ids import RequestId, WorkerId
 from kvherd.ports.worker import Flight, Landed, Responder
-from kvherd.services.gateway.access import AccessLog
-from kvherd.services.gateway.admission import Admission, AdmittedPath
-from kvherd.services.gateway.keyed import KeyedPath
 from kvherd.services.gateway.metrics import GatewayMetrics
-from kvherd.services.gateway.passage import hand_over
 from kvherd.services.gateway.relay.edge import DataRequest
 from kvherd.services.gateway.settings import AdmissionBounds
+from kvherd.services.gateway.turns.access import AccessLog
+from kvherd.services.gateway.turns.keyed import KeyedPath
+from kvherd.services.gateway.waiting.admission import Admission, AdmittedPath
+from kvherd.services.gateway.waiting.passage import hand_over
 from kvherd.testing.workers import FakeResponder
 
 REQUEST = DataRequest(

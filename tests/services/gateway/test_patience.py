@@ -6,8 +6,8 @@ from kvherd.core.errors import KvherdError
 from kvherd.core.fleet.refusals import DeadlinePassed
 from kvherd.core.fleet.roster import Member
 from kvherd.core.ids import WorkerId
-from kvherd.services.gateway.patience import Patience
 from kvherd.services.gateway.settings import Bounds
+from kvherd.services.gateway.waiting.patience import Patience
 
 
 class Trying:

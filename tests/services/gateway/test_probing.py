@@ -13,9 +13,9 @@ from kvherd.core.fleet.roster import Member
 from kvherd.core.fleet.spec import WorkerSpec
 from kvherd.core.ids import RequestId, WorkerId
 from kvherd.ports.worker import SGLANG_HEALTH_S, WorkerFacts, WorkerKind
-from kvherd.services.gateway.fleet import Fleet
-from kvherd.services.gateway.fleet_edges import FleetConfig
-from kvherd.services.gateway.probing import probe_deadline_s
+from kvherd.services.gateway.fleet.fleet import Fleet
+from kvherd.services.gateway.fleet.fleet_edges import FleetConfig
+from kvherd.services.gateway.fleet.probing import probe_deadline_s
 from kvherd.services.gateway.settings import ProbeBounds
 from kvherd.testing.kv_feeds import NoFollowing
 from kvherd.testing.tokenizer import ByteTokenizer

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvherd.core.kv.hashing import PrefixHasher, prefix_chain
-from kvherd.services.gateway.encodings import EncodingCache
-from kvherd.services.gateway.prompts import Prompt, read_prompt
+from kvherd.services.gateway.reading.encodings import EncodingCache
+from kvherd.services.gateway.reading.prompts import Prompt, read_prompt
 from kvherd.testing.tokenizer import ByteTokenizer
 from kvherd.testing.virtual_time import virtual_time
 from kvherd.wire.openai.routing import peek

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from kvherd.services.gateway.small_files import read_small
+from kvherd.services.gateway.fleet.small_files import read_small
 
 
 def test_a_file_is_read_whole(tmp_path: Path) -> None:

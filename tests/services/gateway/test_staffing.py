@@ -12,8 +12,8 @@ from kvherd.core.fleet.roster import WorkerState
 from kvherd.core.fleet.spec import WorkerChange, WorkerSpec
 from kvherd.core.ids import RequestId, WorkerId
 from kvherd.ports.completions import Tokenizer
-from kvherd.services.gateway.fleet import Fleet
-from kvherd.services.gateway.staffing import Staffing
+from kvherd.services.gateway.fleet.fleet import Fleet
+from kvherd.services.gateway.fleet.staffing import Staffing
 from kvherd.testing.kv_feeds import NoFollowing
 from kvherd.testing.tokenizer import ByteTokenizer
 from kvherd.testing.workers import FakeWorker

@@ -13,11 +13,11 @@ from kvherd.core.fleet.refusals import DeadlinePassed, KeeperSilent, NameUnknown
 from kvherd.core.fleet.spec import WorkerSpec
 from kvherd.core.ids import RequestId, WorkerId
 from kvherd.ports.worker import Call, Responder, WorkerFacts, WorkerKind
-from kvherd.services.gateway.access import AccessLog
-from kvherd.services.gateway.fleet import Fleet
+from kvherd.services.gateway.fleet.fleet import Fleet
 from kvherd.services.gateway.metrics import GatewayMetrics
 from kvherd.services.gateway.relay.edge import DataHandler, DataRequest
-from kvherd.services.gateway.stored import at_keepers
+from kvherd.services.gateway.turns.access import AccessLog
+from kvherd.services.gateway.turns.stored import at_keepers
 from kvherd.testing.workers import FakeResponder, FakeWorker
 
 ANN, BOB, CAT = (WorkerId(f"http://{name}:1") for name in ("ann", "bob", "cat"))

@@ -6,7 +6,7 @@ from kvherd.core.errors import ModelMissing
 from kvherd.core.fleet.roster import Member
 from kvherd.core.ids import WorkerId
 from kvherd.ports.completions import Tokenizer
-from kvherd.services.gateway.tokenizers import Tokenizers
+from kvherd.services.gateway.fleet.tokenizers import Tokenizers
 from kvherd.testing.tokenizer import ByteTokenizer
 
 

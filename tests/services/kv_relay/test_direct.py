@@ -12,7 +12,7 @@ from kvherd.core.ids import EngineHash, Rank, WorkerId
 from kvherd.core.kv.events import BlocksRemoved, BlocksStored, CacheCleared
 from kvherd.core.kv.hashing import PrefixHasher, prefix_chain
 from kvherd.core.kv.index import Holder, PrefixIndex
-from kvherd.services.gateway.follow import Followers, FollowOptions
+from kvherd.services.gateway.following.follow import Followers, FollowOptions
 from kvherd.services.kv_relay.direct import DirectKvFeed
 from kvherd.services.kv_relay.relay import RelayOptions
 from kvherd.testing.publisher import FakePublisher

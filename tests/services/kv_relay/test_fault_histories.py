@@ -21,7 +21,7 @@ from kvherd.core.kv.hashing import PrefixHasher
 from kvherd.core.kv.index import Holder, PrefixIndex
 from kvherd.core.kv.stream import KvStreamError, ResumeOutOfRange, StreamBroken
 from kvherd.ports.kv_feed import FeedItem, Subscribed
-from kvherd.services.gateway.follow import Followers, FollowOptions
+from kvherd.services.gateway.following.follow import Followers, FollowOptions
 from kvherd.services.kv_relay.direct import DirectKvFeed
 from kvherd.services.kv_relay.relay import KvRelay, RelayOptions
 from kvherd.testing.cache_truth import PROMISE_S, CacheTruth, doubt, removed, stored

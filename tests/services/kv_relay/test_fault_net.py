@@ -18,7 +18,7 @@ from kvherd.core.ids import Rank, WorkerId
 from kvherd.core.kv.events import CacheCleared
 from kvherd.core.kv.hashing import PrefixHasher
 from kvherd.core.kv.index import PrefixIndex
-from kvherd.services.gateway.follow import Followers, FollowOptions
+from kvherd.services.gateway.following.follow import Followers, FollowOptions
 from kvherd.services.kv_relay.direct import DirectKvFeed
 from kvherd.services.kv_relay.event_streams import EventStreams
 from kvherd.services.kv_relay.grpc_edge import Context, rpc

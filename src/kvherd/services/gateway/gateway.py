@@ -20,29 +20,29 @@ from kvherd.core.routing.late import LateBounds
 from kvherd.core.routing.policy import Weights, make_policy
 from kvherd.ports.loop_turn import LoopTurn
 from kvherd.ports.tls import ServerTls, WorkerTls
-from kvherd.services.gateway.access import AccessLog, Write
-from kvherd.services.gateway.admin import build_app, judge_of
-from kvherd.services.gateway.admission import Admission, AdmittedPath
-from kvherd.services.gateway.audit import Audit
-from kvherd.services.gateway.chat import DataPath, PathConfig
-from kvherd.services.gateway.config_file import ConfigFile
-from kvherd.services.gateway.console import Console
-from kvherd.services.gateway.credit import Credit
-from kvherd.services.gateway.fleet import Fleet
-from kvherd.services.gateway.fleet_edges import FeedFactory, FleetConfig, Prepare, TokenizerFactory, WorkerFactory
-from kvherd.services.gateway.follow import Followers
-from kvherd.services.gateway.grpc import GatewayGrpc
-from kvherd.services.gateway.heal import IdleFlushes
-from kvherd.services.gateway.key_places import with_engine_keys
-from kvherd.services.gateway.keyed import KeyedPath
-from kvherd.services.gateway.late_binding import LateBinding
+from kvherd.services.gateway.doors.admin import build_app, judge_of
+from kvherd.services.gateway.doors.console import Console
+from kvherd.services.gateway.doors.grpc import GatewayGrpc
+from kvherd.services.gateway.fleet.config_file import ConfigFile
+from kvherd.services.gateway.fleet.fleet import Fleet
+from kvherd.services.gateway.fleet.fleet_edges import FeedFactory, FleetConfig, Prepare, TokenizerFactory, WorkerFactory
+from kvherd.services.gateway.fleet.key_places import with_engine_keys
+from kvherd.services.gateway.fleet.orders import FlushHeed
+from kvherd.services.gateway.fleet.staffing import Resolve, Staffing, resolve_host
+from kvherd.services.gateway.following.follow import Followers
 from kvherd.services.gateway.metrics import GatewayMetrics
-from kvherd.services.gateway.orders import FlushHeed
 from kvherd.services.gateway.relay.edge import Judge, RelayLimits, is_data
 from kvherd.services.gateway.relay.server import RelayServer
 from kvherd.services.gateway.settings import AdmissionBounds, HealMode
-from kvherd.services.gateway.staffing import Resolve, Staffing, resolve_host
-from kvherd.services.gateway.stored import at_keepers
+from kvherd.services.gateway.turns.access import AccessLog, Write
+from kvherd.services.gateway.turns.audit import Audit
+from kvherd.services.gateway.turns.chat import DataPath, PathConfig
+from kvherd.services.gateway.turns.credit import Credit
+from kvherd.services.gateway.turns.heal import IdleFlushes
+from kvherd.services.gateway.turns.keyed import KeyedPath
+from kvherd.services.gateway.turns.late_binding import LateBinding
+from kvherd.services.gateway.turns.stored import at_keepers
+from kvherd.services.gateway.waiting.admission import Admission, AdmittedPath
 from kvherd.services.tls.certificates import CertificateWatch, remark_on_expiry
 from kvherd.wire.gateway_toml import GatewayFile
 

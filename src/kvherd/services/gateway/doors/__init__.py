@@ -1,0 +1,1 @@
+"""For operators: what they ask and order, over HTTP and gRPC."""

@@ -1,0 +1,1 @@
+"""What workers hold, from their own KV events: followed, believed or not."""
