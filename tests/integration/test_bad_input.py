@@ -71,6 +71,8 @@ def test_broken_json_is_refused_with_line_and_column(door: str) -> None:
         ({"max_tokens": 0}, "max_tokens"),
         ({"messages": []}, "messages"),
         ({"messages": "hello"}, "messages"),
+        ({"messages": "hello, " * 20}, "messages"),
+        ({"messages": ["hello, " * 20]}, "messages"),
         ({"n": 0}, "n"),
     ],
 )

@@ -205,6 +205,8 @@ class Conversations:
     def _found(self, name: tuple[int, int], messages: bytes) -> Recalled | None:
         """Where nothing but the text of the last message is new, and one like it was read before."""
         begin = messages.find(b"{")
+        if begin < 0:
+            return None
         at = messages.rfind(messages[begin : begin + LOOK])
         key = _key(name, at, messages)
         known = self._known.get(key)

@@ -96,9 +96,11 @@ class Frames:
         """
         begin = body.find(b"[", body.find(_FIELD) + len(_FIELD))
         first = body.find(b"{", begin)
+        if begin < 0 or first < 0:  # and compiled, no piece may be cut out of bytes that ends before it begins
+            return None
         at = body.rfind(body[first : first + LOOK])
         end = body.find(b"}]", at) + 2
-        if begin < 0 or first < 0 or end < 2 or begin + len(body) - end > _AROUND_BYTES:
+        if end < 2 or begin + len(body) - end > _AROUND_BYTES:
             return None
         around = self._around.get((body[:begin], body[end:]))
         return None if around is None else (around, body[begin:end])
