@@ -165,6 +165,14 @@ def test_answers_to_prompts_that_are_cached_whole_tell_that_an_engine_steps_on()
     assert not barrier.answered(sent_s=80.0, now_s=90.0)
 
 
+def test_once_a_clear_has_told_that_it_obeyed_answers_tell_nothing_more() -> None:
+    barrier = doubted()
+    barrier.judge(batch(11.0, CacheCleared(), stored(1)), now_s=11.0)
+    assert not barrier.in_doubt
+    assert not barrier.answered(sent_s=20.0, now_s=21.0)
+    assert not barrier.answered(sent_s=30.0, now_s=31.0)
+
+
 def test_answers_say_nothing_where_no_flush_is_in_doubt() -> None:
     barrier = flushed()
     assert not barrier.in_doubt

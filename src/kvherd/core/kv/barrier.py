@@ -91,7 +91,7 @@ class FlushBarrier:
 
         Whether it was so seen not to have obeyed: nothing is held back any more, and what it holds is to be told again.
         """
-        if not self._in_doubt or self._answered_s is None or sent_s <= self._answered_s:
+        if not self.in_doubt or self._answered_s is None or sent_s <= self._answered_s:
             return False
         if self._first_answer_s is None:
             self._first_answer_s = now_s
@@ -104,8 +104,8 @@ class FlushBarrier:
 
     @property
     def in_doubt(self) -> bool:
-        """A flush was sent, and it has not turned out yet whether it is obeyed."""
-        return self._in_doubt and self._answered_s is not None
+        """A flush was sent, and of some rank it has not turned out yet whether it is obeyed."""
+        return self._in_doubt and self.owes
 
     @property
     def owes(self) -> bool:
