@@ -460,13 +460,15 @@ def test_what_is_not_proved_is_in_doubt_and_says_why() -> None:
     assert feed.doubt == ""
     feed.handle(Idle())
     assert "does not answer" in feed.doubt
+    assert feed.unproved == feed.doubt, "it may be dead, and its connection not be missed yet"
     feed.handle(Replayed((), ended=False))
     assert "does not answer" in feed.doubt
+    assert feed.unproved == feed.doubt
     feed.handle(Received(frame(4)))
     assert "does not answer" in feed.doubt, "a later one may be lost as well"
     feed.handle(Idle())
     feed.handle(Replayed(frames(4), ended=True))
-    assert feed.doubt == ""
+    assert feed.doubt == feed.unproved == ""
     feed.handle(Disconnected("its connection broke"))
     assert feed.doubt == "its connection broke"
 

@@ -3,8 +3,10 @@
 import asyncio
 from collections import deque
 
+import pytest
+
 from kvherd.core.ids import EngineHash, Rank
-from kvherd.core.kv.events import BlocksStored
+from kvherd.core.kv.events import BlocksStored, CacheCleared, SnapshotChunk
 from kvherd.core.kv.frames import Connected, Disconnected, Frame, Received, Replayed
 from kvherd.core.kv.stream import EpochEnded
 from kvherd.services.kv_relay.relay import KvRelay, RelayOptions
@@ -25,9 +27,9 @@ class RestartedEngine(OpenFeed):
     can_replay = True
     bad_frames = 0
 
-    def __init__(self, *, connected_again_s: float) -> None:
+    def __init__(self, *, connected_again_s: float, noticed_s: float = BROKEN_S) -> None:
         self._changes: deque[tuple[float, Connected | Disconnected]] = deque(
-            [(0.0, Connected()), (BROKEN_S, Disconnected("it is broken")), (connected_again_s, Connected())]
+            [(0.0, Connected()), (noticed_s, Disconnected("it is broken")), (connected_again_s, Connected())]
         )
 
     async def next(self, *, within_s: float) -> Received | Connected | Disconnected | None:
@@ -75,3 +77,16 @@ async def test_what_is_told_of_a_new_life_is_taken_back_if_its_connection_stays_
         after = await told_at(relay, 11.5)
         await asyncio.sleep(3.0)
         assert isinstance(after.exception(), EpochEnded)
+
+
+@pytest.mark.parametrize("at_s", [10.1, 10.3], ids=["while it is asked", "when it has not answered"])
+async def test_who_comes_before_a_dead_engine_s_silence_is_explained_is_not_told_what_it_held(at_s: float) -> None:
+    """1. An engine is killed. 2. It is asked whether that was all. 3. Its connection is seen to be broken."""
+    engine = RestartedEngine(connected_again_s=10.8, noticed_s=10.6)
+    async with KvRelay({RANK: engine}, options=OPTIONS) as relay:
+        await asyncio.sleep(at_s)
+        with pytest.raises(EpochEnded):
+            await anext(aiter(relay.subscribe()))
+        told = await anext(aiter(relay.subscribe()))
+        assert isinstance(told, SnapshotChunk)
+        assert told.batch.events == (CacheCleared(),)

@@ -43,6 +43,7 @@ TRIES: Final = 3
 ANSWERS_AT_ONCE: Final = 100
 """A publisher that is never quiet brings something new in every answer; live frames do as well."""
 _LATE: Final = "its events are older than what its replay brings"
+_UNANSWERED: Final = "its replay does not answer to the end"
 
 
 @dataclass(slots=True)
@@ -97,7 +98,7 @@ class RankFeed:
             return _LATE
         if self._behind:
             return "its replay begins after what was received, and that does not come"
-        return "its replay does not answer to the end" if self._asked or not self._ended else ""
+        return _UNANSWERED if self._unanswered else ""
 
     @property
     def unproved(self) -> str:
@@ -108,7 +109,14 @@ class RankFeed:
             return ""
         if self._cut or self._unproved:
             return self._cut or "its connection was made anew and is not proved yet"
-        return _LATE if self._late else ""
+        if self._late:
+            return _LATE
+        return _UNANSWERED if self._unanswered else ""
+
+    @property
+    def _unanswered(self) -> bool:
+        """A dead publisher's connection may seem whole for as long as it is waited for its answer."""
+        return self._asked or not self._ended
 
     def handle(self, event: FeedEvent) -> list[Instruction]:
         instructions = self._handle(event)
