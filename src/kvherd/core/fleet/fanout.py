@@ -114,6 +114,11 @@ def outcome_of(error: WorkerError) -> Outcome:
             return Outcome.FAILED
 
 
+def is_own_answer(error: BaseException) -> bool:
+    """Whether the worker itself said that it does not obey: it will not do so later either."""
+    return isinstance(error, WorkerRefused | WorkerLocked | WorkerUnsupported)
+
+
 def total_with_scheme(results: Sequence[WorkerResult], *schemes: str) -> int:
     """How many of the workers have an address of one of these schemes."""
     return sum(result.worker.startswith(tuple(f"{scheme}://" for scheme in schemes)) for result in results)

@@ -10,7 +10,8 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Self
 
-from kvherd.core.errors import WorkerLocked, WorkerRefused, WorkerTimedOut, WorkerUnsupported
+from kvherd.core.errors import WorkerTimedOut
+from kvherd.core.fleet.fanout import is_own_answer
 from kvherd.ports.kv_stream import Flushed
 from kvherd.ports.worker import FlushAnswer, Worker
 
@@ -97,10 +98,8 @@ class Flushes:
         ordered_s = asyncio.get_running_loop().time()
         try:
             answer = await self._engine.flush(timeout_s=timeout_s, hold=hold, in_doubt=order.set_doubt)
-        except (WorkerRefused, WorkerUnsupported, WorkerLocked):
-            raise  # that is its answer
-        except BaseException:
-            if order.in_doubt and not self._leaving:
+        except BaseException as error:
+            if order.in_doubt and not self._leaving and not is_own_answer(error):
                 self._unknown()
             raise
         if answer.done:

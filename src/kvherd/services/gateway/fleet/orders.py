@@ -12,15 +12,8 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from kvherd.core.errors import (
-    FieldInvalid,
-    WorkerError,
-    WorkerLocked,
-    WorkerRefused,
-    WorkerTimedOut,
-    WorkerUnsupported,
-)
-from kvherd.core.fleet.fanout import FanoutReport, Outcome, RankResult, WorkerResult, outcome_of
+from kvherd.core.errors import FieldInvalid, WorkerError, WorkerTimedOut
+from kvherd.core.fleet.fanout import FanoutReport, Outcome, RankResult, WorkerResult, is_own_answer, outcome_of
 from kvherd.core.ids import WorkerId
 from kvherd.ports.worker import FlushAnswer, ProfileAnswer, RankOutcome, Worker
 from kvherd.wire.status import public_message
@@ -169,10 +162,8 @@ async def _flush_in_slot(
     timer = loop.call_later(slots.opening_s, give_back)
     try:
         return ordered_s, await worker.flush(timeout_s=timeout_s, hold=hold, opened=give_back, in_doubt=in_doubt)
-    except (WorkerRefused, WorkerUnsupported, WorkerLocked):
-        raise  # that is its answer
-    except BaseException:
-        if doubt:
+    except BaseException as error:
+        if doubt and not is_own_answer(error):
             heed.in_doubt(worker.id, ordered_s)
         raise
     finally:
