@@ -72,6 +72,23 @@ async def test_data_and_orders_go_through_one_port() -> None:
     assert worker.closed
 
 
+async def test_what_is_refused_unread_is_counted_by_why() -> None:
+    async with gateway(fake()) as it, httpx.AsyncClient(base_url=f"http://127.0.0.1:{it.port}") as client:
+        for head in (
+            b"POST /v1/completions HTTP/1.1\r\n\r\n",
+            b"GET / HTTP/1.1\nHost: x\n\n",
+            b"GET / HTTP/2.0\r\n\r\n",
+        ):
+            reader, writer = await asyncio.open_connection("127.0.0.1", it.port)
+            writer.write(head)
+            async with asyncio.timeout(10.0):
+                assert (await reader.read()).startswith(b"HTTP/1.1 400 ")
+            writer.close()
+        told = (await client.get("/metrics")).text
+    assert 'kvherd_gateway_unread_requests_total{code="frame_invalid"} 2.0' in told
+    assert 'kvherd_gateway_unread_requests_total{code="unsupported"} 1.0' in told
+
+
 async def test_without_a_living_worker_a_client_is_told_when_to_come_again() -> None:
     worker = fake()
     async with gateway(worker) as it, httpx.AsyncClient(base_url=f"http://127.0.0.1:{it.port}") as client:

@@ -141,6 +141,7 @@ def busy() -> GatewayMetrics:
     metrics.flushed(FanoutReport((done,)))
     metrics.held("m", 0.1)
     metrics.refused("model_not_found")
+    metrics.unread("frame_invalid")
     metrics.tls_refused("left")
     for count in (metrics.retried, metrics.retry_refused, metrics.sampled, metrics.rebuilt):
         count(ann)

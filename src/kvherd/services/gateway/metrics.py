@@ -88,6 +88,12 @@ class GatewayMetrics:
             ["code"],
             registry=self._registry,
         )
+        self._unread = Counter(
+            "kvherd_gateway_unread_requests",
+            "Requests that were answered before they were read whole, by the code of the error",
+            ["code"],
+            registry=self._registry,
+        )
         self._held_s = Histogram(
             "kvherd_gateway_held_seconds",
             "How long requests waited for a worker to have room, of those that did",
@@ -113,6 +119,9 @@ class GatewayMetrics:
 
     def refused(self, code: str) -> None:
         self._refused.labels(code).inc()
+
+    def unread(self, code: str) -> None:
+        self._unread.labels(code).inc()
 
     def retried(self, worker: WorkerId) -> None:
         self._retries.labels(worker).inc()

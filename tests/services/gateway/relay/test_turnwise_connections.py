@@ -9,7 +9,7 @@ from typing import Any, cast
 import pytest
 
 from kvherd.adapters.http_connection import UpstreamBroken, UpstreamConnection
-from kvherd.core.errors import GatewayStopping
+from kvherd.core.errors import FrameInvalid, GatewayStopping, KvherdError
 from kvherd.ports.loop_turn import AT_ONCE_BYTES, LoopTurn, TurnwiseConnection
 from kvherd.ports.worker import Flight, Responder
 from kvherd.services.gateway.relay.connection import Connection
@@ -84,8 +84,10 @@ class Relay:
         self.turn = LoopTurn()
         self.asked: list[Responder] = []
         self.answer: Callable[[Responder], None] | None = None
+        self.unread: list[KvherdError] = []
         loop = asyncio.get_running_loop()
-        self._premises = Premises(self._no_task, self._launch, cast("Any", None), RelayLimits(), group, loop, self.turn)
+        app, limits = cast("Any", None), RelayLimits()
+        self._premises = Premises(self._no_task, self._launch, app, limits, group, loop, self.turn, self.unread.append)
 
     async def _no_task(self, request: DataRequest, responder: Responder) -> None:
         raise AssertionError
@@ -224,6 +226,7 @@ async def test_a_request_that_cannot_be_read_is_refused_after_the_answers_before
         await asyncio.sleep(0)
         first, second = pipe.got.index(b"HTTP/1.1 200"), pipe.got.index(b"HTTP/1.1 400")
         assert first < second
+        assert [type(error) for error in relay.unread] == [FrameInvalid]
 
 
 async def test_a_long_piece_is_handled_where_it_is_read() -> None:

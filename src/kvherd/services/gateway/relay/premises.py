@@ -1,6 +1,7 @@
 """What all connections of one server share, and what the server asks of each."""
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -29,7 +30,8 @@ class Connected(Protocol):
 @dataclass(slots=True)
 class Premises:
     """What the connections of one server share. `now_s` is a clock that moves only with the server's tick: reading
-    the real one for every request would cost more than the precision is worth.
+    the real one for every request would cost more than the precision is worth. `unread` is told why a client was
+    answered in place of a request that was not read whole.
     """
 
     handler: DataHandler
@@ -39,6 +41,7 @@ class Premises:
     group: asyncio.TaskGroup
     loop: asyncio.AbstractEventLoop
     turn: LoopTurn
+    unread: Callable[[KvherdError], None]
     judge: Judge | None = None
     connections: set[Connected] = field(default_factory=set)
     deserted: asyncio.Event = field(default_factory=asyncio.Event)

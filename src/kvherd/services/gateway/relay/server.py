@@ -10,6 +10,7 @@ from dataclasses import replace
 from types import TracebackType
 from typing import Self, cast
 
+from kvherd.core.errors import KvherdError
 from kvherd.ports.loop_turn import LoopTurn
 from kvherd.services.gateway.listening import listen, take_callers
 from kvherd.services.gateway.relay.connection import Connection
@@ -51,6 +52,7 @@ class RelayServer:
         *,
         launch: Launch | None = None,
         judge: Judge | None = None,
+        unread: Callable[[KvherdError], None] = lambda _: None,
         host: str = "127.0.0.1",
         port: int = 0,
         limits: RelayLimits | None = None,
@@ -64,6 +66,7 @@ class RelayServer:
         self._turn = turn or LoopTurn()
         self._launch = launch
         self._judge = judge
+        self._unread = unread
         self._app = app
         self._host = host
         self._port = port
@@ -99,6 +102,7 @@ class RelayServer:
             self._group,
             loop,
             self._turn,
+            self._unread,
             self._judge,
             now_s=loop.time(),
         )
