@@ -1,6 +1,8 @@
 """The gateway as one thing, over real sockets."""
 
 import asyncio
+import json
+import logging
 import socket
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -72,7 +74,9 @@ async def test_data_and_orders_go_through_one_port() -> None:
     assert worker.closed
 
 
-async def test_what_is_refused_unread_is_counted_by_why() -> None:
+async def test_what_is_refused_unread_is_counted_by_why_and_has_its_line(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "kvherd.access")
+    clients = []
     async with gateway(fake()) as it, httpx.AsyncClient(base_url=f"http://127.0.0.1:{it.port}") as client:
         for head in (
             b"POST /v1/completions HTTP/1.1\r\n\r\n",
@@ -81,12 +85,16 @@ async def test_what_is_refused_unread_is_counted_by_why() -> None:
         ):
             reader, writer = await asyncio.open_connection("127.0.0.1", it.port)
             writer.write(head)
+            clients.append("{}:{}".format(*writer.get_extra_info("sockname")))
             async with asyncio.timeout(10.0):
                 assert (await reader.read()).startswith(b"HTTP/1.1 400 ")
             writer.close()
         told = (await client.get("/metrics")).text
     assert 'kvherd_gateway_unread_requests_total{code="frame_invalid"} 2.0' in told
     assert 'kvherd_gateway_unread_requests_total{code="unsupported"} 1.0' in told
+    lines = [json.loads(record.message) for record in caplog.records if record.name == "kvherd.access"]
+    assert [(line["client"], line["status"]) for line in lines] == [(client, 400) for client in clients]
+    assert [line["outcome"] for line in lines] == ["FrameInvalid", "FrameInvalid", "Unsupported"]
 
 
 async def test_without_a_living_worker_a_client_is_told_when_to_come_again() -> None:

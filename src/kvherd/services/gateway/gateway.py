@@ -45,7 +45,6 @@ from kvherd.services.gateway.turns.stored import at_keepers
 from kvherd.services.gateway.waiting.admission import Admission, AdmittedPath
 from kvherd.services.tls.certificates import CertificateWatch, remark_on_expiry
 from kvherd.wire.gateway_toml import GatewayFile
-from kvherd.wire.status import status_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -212,7 +211,7 @@ class Gateway:
             app,
             launch=keyed.launch,
             judge=_either(keyed.judge, judge_of(app, console)),
-            unread=lambda error: metrics.unread(status_of(error).code),
+            unread=access.unread,
             host=config.host,
             port=config.port,
             limits=config.limits,

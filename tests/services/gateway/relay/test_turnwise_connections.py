@@ -86,8 +86,11 @@ class Relay:
         self.answer: Callable[[Responder], None] | None = None
         self.unread: list[KvherdError] = []
         loop = asyncio.get_running_loop()
-        app, limits = cast("Any", None), RelayLimits()
-        self._premises = Premises(self._no_task, self._launch, app, limits, group, loop, self.turn, self.unread.append)
+        app, limits, unread = cast("Any", None), RelayLimits(), self._unread
+        self._premises = Premises(self._no_task, self._launch, app, limits, group, loop, self.turn, unread)
+
+    def _unread(self, error: KvherdError, _: str) -> None:
+        self.unread.append(error)
 
     async def _no_task(self, request: DataRequest, responder: Responder) -> None:
         raise AssertionError

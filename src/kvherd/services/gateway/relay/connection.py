@@ -315,7 +315,7 @@ class Connection(TurnwiseConnection):
         """Answer in place of a request that could not be read, and leave so that the client can read the answer:
         closing while its bytes arrive would reset the connection and take the answer along.
         """
-        self._premises.unread(error)
+        self._premises.unread(error, self._peer)
         nobody = DataRequest("GET", "/", "", [], b"", self._peer, RequestId("unread"))
         unread = Incoming(nobody, keep_alive=False, http10=False, is_data=False)
         ConnectionResponder(self, unread).refuse(error)

@@ -5,6 +5,7 @@ from collections.abc import Awaitable, Callable, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
+from kvherd.core.errors import KvherdError
 from kvherd.core.ids import RequestId
 from kvherd.ports.worker import Flight, Landed, Responder
 from kvherd.wire.openai.stored import CONVERSATIONS, RESPONSES
@@ -83,6 +84,9 @@ is to be called. May raise a `KvherdError` like the handler; afterwards it lands
 
 Judge = Callable[[DataRequest], None]
 """Judges a request by its head, before its body, empty here, is read. Raises a `KvherdError` to have it refused."""
+
+Unread = Callable[[KvherdError, str], None]
+"""Told why a client, by its address, was answered in place of a request that was not read whole."""
 
 Message = MutableMapping[str, Any]
 AsgiApp = Callable[[Message, Callable[[], Awaitable[Message]], Callable[[Message], Awaitable[None]]], Awaitable[None]]

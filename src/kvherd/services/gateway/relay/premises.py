@@ -1,13 +1,12 @@
 """What all connections of one server share, and what the server asks of each."""
 
 import asyncio
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from kvherd.core.errors import KvherdError
 from kvherd.ports.loop_turn import LoopTurn
-from kvherd.services.gateway.relay.edge import AsgiApp, DataHandler, Judge, Launch, RelayLimits
+from kvherd.services.gateway.relay.edge import AsgiApp, DataHandler, Judge, Launch, RelayLimits, Unread
 
 
 class Connected(Protocol):
@@ -30,8 +29,7 @@ class Connected(Protocol):
 @dataclass(slots=True)
 class Premises:
     """What the connections of one server share. `now_s` is a clock that moves only with the server's tick: reading
-    the real one for every request would cost more than the precision is worth. `unread` is told why a client was
-    answered in place of a request that was not read whole.
+    the real one for every request would cost more than the precision is worth.
     """
 
     handler: DataHandler
@@ -41,7 +39,7 @@ class Premises:
     group: asyncio.TaskGroup
     loop: asyncio.AbstractEventLoop
     turn: LoopTurn
-    unread: Callable[[KvherdError], None]
+    unread: Unread
     judge: Judge | None = None
     connections: set[Connected] = field(default_factory=set)
     deserted: asyncio.Event = field(default_factory=asyncio.Event)

@@ -10,11 +10,10 @@ from dataclasses import replace
 from types import TracebackType
 from typing import Self, cast
 
-from kvherd.core.errors import KvherdError
 from kvherd.ports.loop_turn import LoopTurn
 from kvherd.services.gateway.listening import listen, take_callers
 from kvherd.services.gateway.relay.connection import Connection
-from kvherd.services.gateway.relay.edge import AsgiApp, DataHandler, Judge, Launch, RelayLimits
+from kvherd.services.gateway.relay.edge import AsgiApp, DataHandler, Judge, Launch, RelayLimits, Unread
 from kvherd.services.gateway.relay.handshake import Handshakes
 from kvherd.services.gateway.relay.memory import make_room
 from kvherd.services.gateway.relay.premises import Premises
@@ -52,7 +51,7 @@ class RelayServer:
         *,
         launch: Launch | None = None,
         judge: Judge | None = None,
-        unread: Callable[[KvherdError], None] = lambda _: None,
+        unread: Unread = lambda _, __: None,
         host: str = "127.0.0.1",
         port: int = 0,
         limits: RelayLimits | None = None,

@@ -8,6 +8,7 @@ from functools import lru_cache
 from typing import Final, Protocol
 
 from kvherd.core.errors import KvherdError
+from kvherd.core.fleet.keyring import KeyUnknown
 from kvherd.core.ids import RequestId
 from kvherd.services.gateway.metrics import GatewayMetrics
 from kvherd.services.gateway.turns.turn import Turn
@@ -46,6 +47,14 @@ class AccessLog:
         self._metrics.refused(status.code)
         if self._written:
             told = {"at": _now(), "request": asked.request, "key": asked.key or None, "path": asked.path}
+            self._put(encoded({**told, "outcome": type(error).__name__, "status": status.http}))
+
+    def unread(self, error: KvherdError, client: str) -> None:
+        """A client, by its address, was answered before its request was read whole."""
+        status = status_of(error)
+        self._metrics.unread(status.code)
+        if self._written and not isinstance(error, KeyUnknown):  # who judged its head has told of that
+            told = {"at": _now(), "client": client}
             self._put(encoded({**told, "outcome": type(error).__name__, "status": status.http}))
 
     def ended(self, turn: Turn, *, now_s: float, error: BaseException | None = None) -> None:
