@@ -969,7 +969,9 @@ async def test_what_was_waited_before_it_was_read_is_in_a_request_s_times(caplog
             await it.path(request.changed(waited_s=4.0).changed(key="k"), FakeResponder())
     line = json.loads(caplog.records[-1].message)
     assert (line["ttft_s"], line["seconds"]) == (6.0, 7.0)
-    assert f'kvherd_gateway_time_to_first_byte_seconds_sum{{worker="{ANN}"}} 6.0' in it.metrics.text().decode()
+    told = it.metrics.text().decode()
+    assert f'kvherd_gateway_time_to_first_token_seconds_sum{{worker="{ANN}"}} 6.0' in told
+    assert f'kvherd_gateway_e2e_request_latency_seconds_sum{{worker="{ANN}"}} 7.0' in told
 
 
 async def test_a_request_that_is_refused_has_a_line_too(caplog: pytest.LogCaptureFixture) -> None:

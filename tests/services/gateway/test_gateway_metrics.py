@@ -58,7 +58,7 @@ def test_of_workers_that_come_and_go_under_ever_new_addresses_the_metrics_do_not
     workers = [WorkerId("http://stays"), *(WorkerId(f"http://pod{number}") for number in range(500))]
     for worker in workers:
         for _ in range(2):
-            metrics.ended(worker, "m", "answered", 0.1)
+            metrics.ended(worker, "m", "answered", 0.1, 0.3)
         metrics.used(worker, "m", usage, 0.01)
         metrics.cached(worker, 5, 5)
         metrics.judged(worker, Verdict.RIGHT)
@@ -133,7 +133,7 @@ def busy() -> GatewayMetrics:
     keyring.replace([DataKey("web", key_digest("k"))])
     metrics = whole(roster, keyring)
     done = WorkerResult(ann, "vllm-http", Outcome.DONE, "", 0.1)
-    metrics.ended(ann, "m", "answered", 0.1)
+    metrics.ended(ann, "m", "answered", 0.1, 0.3)
     metrics.used(ann, "m", Usage(prompt_tokens=7, cached_tokens=None, completion_tokens=5), 0.04)
     metrics.cached(ann, 1, 1)
     metrics.judged(ann, Verdict.RIGHT)
@@ -202,7 +202,7 @@ def test_tokens_and_the_time_between_them_are_counted() -> None:
     text = metrics.text().decode()
     assert 'kvherd_gateway_tokens_total{model="m",of="prompt",worker="w"} 7.0' in text
     assert 'kvherd_gateway_tokens_total{model="m",of="completion",worker="w"} 5.0' in text
-    assert 'kvherd_gateway_inter_token_seconds_bucket{le="0.05",worker="w"} 1.0' in text
+    assert 'kvherd_gateway_inter_token_latency_seconds_bucket{le="0.05",worker="w"} 1.0' in text
 
 
 async def test_told_in_turns_the_metrics_are_the_same_and_others_have_turns_between_them() -> None:
@@ -225,12 +225,12 @@ async def test_a_worker_may_leave_while_the_metrics_are_told() -> None:
     roster, ann, bob = Roster(), WorkerId("http://ann"), WorkerId("http://bob")
     roster.join(Member(ann))
     metrics = whole(roster)
-    metrics.ended(ann, "m", "answered", 0.1)
+    metrics.ended(ann, "m", "answered", 0.1, 0.3)
 
     async def change() -> None:
         roster.leave(ann)
         roster.join(Member(bob))
-        metrics.ended(bob, "m", "answered", 0.1)
+        metrics.ended(bob, "m", "answered", 0.1, 0.3)
 
     told, _ = await asyncio.gather(metrics.text_in_turns(), change())
     assert b"kvherd_worker_state" in told

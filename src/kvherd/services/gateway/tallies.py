@@ -13,6 +13,22 @@ from kvherd.ports.completions import Usage
 
 _ITL_BUCKETS_S: Final[tuple[float, ...]] = (0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 5.0)
 TTFT_BUCKETS_S: Final[tuple[float, ...]] = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+_E2E_BUCKETS_S: Final[tuple[float, ...]] = (
+    0.05,
+    0.1,
+    0.25,
+    0.5,
+    1.0,
+    2.5,
+    5.0,
+    10.0,
+    20.0,
+    30.0,
+    60.0,
+    120.0,
+    300.0,
+    600.0,
+)
 
 
 class Spread:
@@ -63,8 +79,9 @@ class Tallies:
         self._verdicts: dict[tuple[str, str], int] = {}
         self._ttft_s: dict[str, Spread] = {}
         self._itl_s: dict[str, Spread] = {}
+        self._e2e_s: dict[str, Spread] = {}
 
-    def ended(self, worker: str, model: str, outcome: str, ttft_s: float | None) -> None:
+    def ended(self, worker: str, model: str, outcome: str, ttft_s: float | None, e2e_s: float) -> None:
         outcomes = self._tally(worker, model).outcomes
         outcomes[outcome] = outcomes.get(outcome, 0) + 1
         if ttft_s is not None:
@@ -72,6 +89,11 @@ class Tallies:
             if spread is None:
                 spread = self._ttft_s[worker] = Spread(TTFT_BUCKETS_S)
             spread.saw(ttft_s)
+        if outcome == "answered":
+            spread = self._e2e_s.get(worker)
+            if spread is None:
+                spread = self._e2e_s[worker] = Spread(_E2E_BUCKETS_S)
+            spread.saw(e2e_s)
 
     def used(self, worker: str, model: str, usage: Usage, itl_s: float | None) -> None:
         tally = self._tally(worker, model)
@@ -95,7 +117,7 @@ class Tallies:
         return list(self._requests)
 
     def forget(self, worker: str) -> None:
-        for counted in (self._requests, self._predicted, self._reported, self._ttft_s, self._itl_s):
+        for counted in (self._requests, self._predicted, self._reported, self._ttft_s, self._itl_s, self._e2e_s):
             counted.pop(worker, None)
         for verdict in Verdict:
             self._verdicts.pop((worker, verdict.value), None)
@@ -147,14 +169,19 @@ class Tallies:
             verdicts.add_metric(judged, count)
         yield verdicts
         yield _histogram(
-            "kvherd_gateway_time_to_first_byte_seconds",
-            "From the complete request to the answer's first byte",
+            "kvherd_gateway_time_to_first_token_seconds",
+            "From the complete request to its first token, or to its whole answer's first byte",
             self._ttft_s,
         )
         yield _histogram(
-            "kvherd_gateway_inter_token_seconds",
+            "kvherd_gateway_inter_token_latency_seconds",
             "Between two tokens of a stream, the mean of each stream that told its usage",
             self._itl_s,
+        )
+        yield _histogram(
+            "kvherd_gateway_e2e_request_latency_seconds",
+            "From the complete request to the end of its answer, of those that were answered",
+            self._e2e_s,
         )
 
 

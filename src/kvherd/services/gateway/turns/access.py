@@ -66,7 +66,7 @@ class AccessLog:
         if first_s is not None and turn.streams and usage is not None and usage.completion_tokens > 1:
             itl_s = (now_s - first_s) / (usage.completion_tokens - 1)
         worker = turn.member.worker if turn.member else ""
-        self._tallies.ended(worker, turn.model, turn.outcome, ttft_s)
+        self._tallies.ended(worker, turn.model, turn.outcome, ttft_s, now_s - came_s)
         if usage is not None:
             self._tallies.used(worker, turn.model, usage, itl_s)
         if self._written:
