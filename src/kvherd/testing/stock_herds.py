@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, cast
 
 import httpx
 
@@ -118,14 +118,16 @@ def chat_until_exact(gateway: GatewayProcess, messages: list[dict[str, str]], *,
 
 
 def settle(*gateways: GatewayProcess) -> None:
-    """Until they have heard the same and nothing new for a moment, or a second is over: a person reads an answer before
-    the next question.
+    """Until they have heard the same and nothing new for a moment, and what the engine told them last is that it runs
+    nothing, or three seconds are over: a person reads an answer before the next question.
     """
-    until_s = time.monotonic() + 1
+    until_s = time.monotonic() + 3
     before, same = [-1], 0
     while same < 3 and time.monotonic() < until_s:
-        blocks = [kv_of(gateway)["blocks"] for gateway in gateways]
-        same = same + 1 if blocks == before and len(set(blocks)) == 1 else 0
+        workers = [worker for gateway in gateways for worker in gateway.workers()]
+        blocks: list[Any] = [cast("dict[str, Any]", worker["kv"])["blocks"] for worker in workers]
+        idle = not any(worker["running"] or worker["waiting"] for worker in workers)
+        same = same + 1 if idle and blocks == before and len(set(blocks)) == 1 else 0
         before = blocks
         time.sleep(0.02)
 
