@@ -5,6 +5,7 @@
 
 import json
 import random
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -12,6 +13,7 @@ from tempfile import TemporaryDirectory
 import grpc
 import httpx
 import pytest
+import zmq
 from smg_grpc_proto.generated import vllm_engine_pb2 as pb
 from smg_grpc_proto.generated.vllm_engine_pb2_grpc import VllmEngineStub
 
@@ -31,7 +33,40 @@ def server() -> Iterator[StockServer]:
         short = Path(folder)
         one = vllm(free_ports((0,)), events=f"ipc://{short}/events", replay=f"ipc://{short}/replay", grpc=True)
         with running(one):
+            wait_until(WarmedUp(one), within_s=120, what="it has warmed up")
+            generate(one.url, tokens(0))  # warming up ends with a clear, which is told with the next step only
             yield one
+
+
+class WarmedUp:
+    """It answers while it still computes prompts of its own, for two seconds or so: true once it has published nothing
+    for one.
+    """
+
+    def __init__(self, server: StockServer) -> None:
+        self._replay = server.replay or ""
+        self._published = -1
+        self._since_s = 0.0
+
+    def __call__(self) -> bool:
+        published, now_s = published_at(self._replay), time.monotonic()
+        if published != self._published:
+            self._published, self._since_s = published, now_s
+        return published > 0 and now_s - self._since_s >= 1
+
+
+def published_at(replay: str) -> int:
+    """How many batches are there to be replayed."""
+    with zmq.Context() as context, context.socket(zmq.DEALER) as asked:
+        asked.set(zmq.LINGER, 0)
+        asked.connect(replay)
+        asked.send_multipart([b"", (0).to_bytes(8, "big")])
+        count = 0
+        while asked.poll(10_000):
+            if not asked.recv_multipart()[-1]:
+                return count
+            count += 1
+    raise AssertionError("it answers no replay")
 
 
 def generate(url: str, prompt: list[int]) -> int:
