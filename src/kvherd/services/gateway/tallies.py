@@ -70,15 +70,9 @@ class Tallies:
         outcomes = self._tally(worker, model).outcomes
         outcomes[outcome] = outcomes.get(outcome, 0) + 1
         if ttft_s is not None:
-            spread = self._ttft_s.get(worker)
-            if spread is None:
-                spread = self._ttft_s[worker] = Spread(TTFT_BUCKETS_S)
-            spread.saw(ttft_s)
+            _saw(self._ttft_s, worker, TTFT_BUCKETS_S, ttft_s)
         if outcome == "answered":
-            spread = self._e2e_s.get(worker)
-            if spread is None:
-                spread = self._e2e_s[worker] = Spread(_E2E_BUCKETS_S)
-            spread.saw(e2e_s)
+            _saw(self._e2e_s, worker, _E2E_BUCKETS_S, e2e_s)
 
     def used(self, worker: str, model: str, usage: Usage, itl_s: float | None) -> None:
         tally = self._tally(worker, model)
@@ -86,7 +80,7 @@ class Tallies:
         tally.prompt_tokens += usage.prompt_tokens
         tally.completion_tokens += usage.completion_tokens
         if itl_s is not None:
-            self._itl_s.setdefault(worker, Spread(_ITL_BUCKETS_S)).saw(itl_s)
+            _saw(self._itl_s, worker, _ITL_BUCKETS_S, itl_s)
 
     def _tally(self, worker: str, model: str) -> Tally:
         models = self._requests.get(worker)
@@ -168,6 +162,13 @@ class Tallies:
             "From the complete request to the end of its answer, of those that were answered",
             self._e2e_s,
         )
+
+
+def _saw(by_worker: dict[str, Spread], worker: str, bounds: tuple[float, ...], value: float) -> None:
+    spread = by_worker.get(worker)
+    if spread is None:
+        spread = by_worker[worker] = Spread(bounds)
+    spread.saw(value)
 
 
 def _histogram(name: str, text: str, by_worker: dict[str, Spread]) -> HistogramMetricFamily:

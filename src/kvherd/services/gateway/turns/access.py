@@ -43,19 +43,14 @@ class AccessLog:
 
     def refused(self, asked: Asked, error: KvherdError) -> None:
         """It was turned away before any worker was chosen."""
-        status = status_of(error)
-        self._metrics.refused(status.code)
-        if self._written:
-            told = {"at": _now(), "request": asked.request, "key": asked.key or None, "path": asked.path}
-            self._put(encoded({**told, "outcome": type(error).__name__, "status": status.http}))
+        self._metrics.refused(status_of(error).code)
+        self._turned_away({"request": asked.request, "key": asked.key or None, "path": asked.path}, error)
 
     def unread(self, error: KvherdError, client: str) -> None:
         """A client, by its address, was answered before its request was read whole."""
-        status = status_of(error)
-        self._metrics.unread(status.code)
-        if self._written and not isinstance(error, KeyUnknown):  # who judged its head has told of that
-            told = {"at": _now(), "client": client}
-            self._put(encoded({**told, "outcome": type(error).__name__, "status": status.http}))
+        self._metrics.unread(status_of(error).code)
+        if not isinstance(error, KeyUnknown):  # who judged its head has told of that
+            self._turned_away({"client": client}, error)
 
     def ended(self, turn: Turn, *, now_s: float, error: BaseException | None = None) -> None:
         """A turn is over, whatever its outcome; `error` is what its client was told in place of an answer."""
@@ -75,6 +70,11 @@ class AccessLog:
     @property
     def _written(self) -> bool:
         return self._write is not None or log.isEnabledFor(logging.INFO)
+
+    def _turned_away(self, who: dict[str, str | None], error: KvherdError) -> None:
+        if self._written:
+            outcome = {"outcome": type(error).__name__, "status": status_of(error).http}
+            self._put(encoded({"at": _now(), **who, **outcome}))
 
     def _put(self, line: bytes) -> None:
         if self._write is not None:
